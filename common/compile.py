@@ -93,8 +93,8 @@ def require_dsl() -> None:
         return
     if platform.system() != "Linux":
         raise DslMissing(
-            f"the CuTe DSL exists for Linux only and this is {platform.system()}: models, plans and "
-            "pages work here, compiling does not"
+            f"the CuTe DSL exists for Linux only and this is {platform.system()}: models, plans "
+            "and pages work here, compiling does not"
         )
     raise DslMissing(
         "compiling needs the CuTe DSL: pip install nvidia-cutlass-dsl==4.8.1 apache-tvm-ffi"
