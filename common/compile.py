@@ -18,11 +18,12 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shutil
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from .stage import PACKAGE, Stage
 
@@ -59,12 +60,16 @@ class CompileKey:
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """One compiled kernel. Seconds are those of the compile that made it, also from the cache."""
+    """One compiled kernel. Seconds are those of the compile that made it, also from the cache.
+
+    smem_bytes is the dynamic shared memory of its launch; dsl the versions that compiled it.
+    """
 
     key: CompileKey
     folder: pathlib.Path
     wall_seconds: float
     cpu_seconds: float
+    smem_bytes: int
     dsl: dict
     from_cache: bool
 
@@ -150,7 +155,7 @@ def versions() -> dict[str, str]:
 def fingerprint(stage: Stage, key: CompileKey) -> str:
     """Cache key: sha256 over sources, versions, host machine and configuration."""
     digest = hashlib.sha256()
-    parts = [asdict(key), versions(), platform.machine(), 1]  # 1: layout of a cache entry
+    parts = [asdict(key), versions(), platform.machine(), 2]  # 2: layout of a cache entry
     digest.update(json.dumps(parts, sort_keys=True).encode())
     for name, text in sources(stage).items():
         digest.update(f"\0{name}\0".encode() + text)
@@ -202,12 +207,12 @@ def _symbol(key: CompileKey) -> str:
 def _read(key: CompileKey, folder: pathlib.Path) -> CompiledKernel | None:
     """A cache entry, or None when there is none or its files are not what was written."""
     try:
-        facts = json.loads((folder / "entry.json").read_text())
-        for name in FILES:
-            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != facts["sha256"][name]:
+        entry = json.loads((folder / "entry.json").read_text())
+        for name, digest in entry.pop("sha256").items():
+            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
                 return None
-        return CompiledKernel(key, folder, facts["wall"], facts["cpu"], facts["dsl"], True)
-    except (OSError, ValueError, KeyError):
+        return CompiledKernel(key, folder, from_cache=True, **entry)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -226,9 +231,7 @@ def _build_into(stage: Stage, key: CompileKey, folder: pathlib.Path) -> Compiled
                 if existing:
                     return existing
                 shutil.rmtree(folder, ignore_errors=True)
-        return CompiledKernel(
-            key, folder, built.wall_seconds, built.cpu_seconds, built.dsl, from_cache=False
-        )
+        return replace(built, folder=folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -244,15 +247,29 @@ def _build(stage: Stage, key: CompileKey, folder: pathlib.Path) -> CompiledKerne
     options = f"--gpu-arch {key.arch} --keep-ptx --keep-cubin --enable-tvm-ffi --dump-dir {dump}"
     wall, cpu = time.perf_counter(), time.process_time()
     compiled = cute.compile(kernel.attention, *arguments, options=options)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    entry = {
+        "wall_seconds": time.perf_counter() - wall,
+        "cpu_seconds": time.process_time() - cpu,
+        "smem_bytes": _launch_smem_bytes(str(compiled.ir_module)),
+        "dsl": versions(),
+    }
     (folder / "kernel.ptx").write_text(compiled.__ptx__.rstrip("\0"))
     (folder / "kernel.cubin").write_bytes(compiled.__cubin__)
     compiled.export_to_c(str(folder / "kernel.o"), _symbol(key))
     shutil.rmtree(dump)
     sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
-    facts = {"wall": wall, "cpu": cpu, "dsl": versions(), "sha256": sums, "key": asdict(key)}
-    (folder / "entry.json").write_text(json.dumps(facts, indent=1, sort_keys=True))
-    return CompiledKernel(key, folder, wall, cpu, facts["dsl"], from_cache=False)
+    (folder / "entry.json").write_text(json.dumps({**entry, "sha256": sums}, indent=1))
+    return CompiledKernel(key, folder, from_cache=False, **entry)
+
+
+def _launch_smem_bytes(host_ir: str) -> int:
+    """Dynamic shared memory of the only launch: the 64-bit constant that host code stores."""
+    constants = dict(re.findall(r"(%\w+) = llvm\.mlir\.constant\((\d+) : i64\)", host_ir))
+    stored = re.findall(r"llvm\.store (%\w+), %\w+ : i64, !llvm\.ptr", host_ir)
+    sizes = {int(constants[name]) for name in stored if name in constants}
+    if len(sizes) != 1:
+        raise RuntimeError(f"expected one launch with one shared-memory size; found {sizes}")
+    return sizes.pop()
 
 
 def forward_arguments(key: CompileKey) -> tuple:
