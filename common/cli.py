@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line `flash-ladder`. Bad arguments exit with 2, failures with 1. Runs: host."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import pathlib
+import shutil
+from collections.abc import Callable
+from enum import Enum
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .stage import PACKAGE, Stage
+
+ladder = importlib.import_module(PACKAGE)
+app = typer.Typer(
+    help="FlashAttention-4 for Blackwell, taught by building it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+
+class Dtype(str, Enum):
+    """Input dtypes of the kernels."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def stage_argument(text: str) -> Stage:
+    """A stage number on the command line, `1` or `01`."""
+    try:
+        return ladder.load(int(text))
+    except ValueError as wrong:
+        message = str(wrong) if text.isdecimal() else f"{text!r} is not a stage number, such as 1"
+        raise typer.BadParameter(message) from wrong
+
+
+StageArgument = Annotated[
+    Stage, typer.Argument(parser=stage_argument, metavar="N", help="Stage number.")
+]
+
+
+def clear_errors(command: Callable) -> Callable:
+    """Expected errors become one line and exit code 1 (bad values: 2)."""
+
+    @functools.wraps(command)
+    def wrapped(*args, **kwargs):
+        try:
+            return command(*args, **kwargs)
+        except (ValueError, TypeError, FileNotFoundError, ImportError) as wrong:
+            errors.print(f"error: {wrong}", style="red", markup=False, highlight=False)
+            raise typer.Exit(2) from wrong
+        except (RuntimeError, AssertionError, OSError) as failed:
+            errors.print(f"error: {failed}", style="red", markup=False, highlight=False)
+            raise typer.Exit(1) from failed
+
+    return wrapped
+
+
+@app.command()
+@clear_errors
+def doctor() -> None:
+    """What this machine can do, and what would unlock the rest."""
+    from .doctor import abilities
+
+    table = Table("", "what", "found", "unlocks")
+    for row in abilities():
+        mark = "[green]yes[/]" if row.found else "[yellow]no[/]"
+        table.add_row(mark, row.name, row.detail, row.unlocks)
+    console.print(table)
+
+
+@app.command()
+@clear_errors
+def stages() -> None:
+    """The ladder: every stage, its idea, and what has run where."""
+    table = Table("stage", "name", "idea", "executed on hardware")
+    for number, name in ladder.STAGES.items():
+        if number not in ladder.built():
+            table.add_row(f"{number:02d}", name, "[dim]planned[/]", "")
+            continue
+        stage = ladder.load(number)
+        runs = [f"{run['gpu']} ({run['mode']}, {run['date']})" for run in stage.evidence["runs"]]
+        table.add_row(stage.tag, name, stage.config.IDEA, "\n".join(runs) or "not yet")
+    console.print(table)
+
+
+@app.command()
+@clear_errors
+def run(
+    stage: Annotated[
+        Optional[Stage],  # noqa: UP045  typer evaluates this at run time, also on Python 3.10
+        typer.Argument(parser=stage_argument, metavar="[N]", help="Stage; the last built one."),
+    ] = None,
+    generator: Annotated[str, typer.Option(help="Inputs: a name of common.inputs.")] = "llm_like",
+    qkv: Annotated[
+        Optional[pathlib.Path],  # noqa: UP045
+        typer.Option(help="Your own q, k, v: .npz, .safetensors or .pt, layout (b, s, h, d)."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    seqlen: Annotated[int, typer.Option(min=1, help="Query and key length.")] = 512,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    dtype: Annotated[Dtype, typer.Option(help="Input dtype.")] = Dtype.bfloat16,
+    seed: Annotated[int, typer.Option()] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Results as JSON.")] = False,
+) -> None:
+    """The main job: compute a real attention problem by every means this machine has."""
+    from . import mainjob
+
+    stage = stage or ladder.load(ladder.built()[-1])
+    sizes = {"batch": batch, "heads": heads, "seqlen": seqlen, "head_dim": head_dim}
+    problem = mainjob.problem(qkv, generator, sizes, dtype.value, seed)
+    silent = Console(quiet=True) if as_json else console
+    result = mainjob.run(stage, problem, silent)
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=1))
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+@clear_errors
+def facts(
+    stage: StageArgument,
+    arch: Annotated[str, typer.Option(help="Target architecture.")] = "sm_100a",
+    dtype: Annotated[Dtype, typer.Option()] = Dtype.bfloat16,
+    head_dim: Annotated[int, typer.Option()] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON.")] = False,
+    report: Annotated[bool, typer.Option(help="The whole static report, loop by loop.")] = False,
+) -> None:
+    """What the compiled code shows, beside what config.py declares."""
+    from . import contract, sass
+    from . import facts as facts_module
+    from .compile import compile_stage
+
+    kernel = compile_stage(stage, arch=arch, dtype=dtype.value, head_dim=head_dim)
+    found = contract.compiled_facts(kernel)
+    if as_json:
+        print(json.dumps({"kernel": kernel.key.name, "facts": found}, indent=1))
+        return
+    if report:
+        print(sass.report(kernel.cubin, d_qk=head_dim).text())
+        return
+    declared = contract.declared_facts(stage, kernel.key)
+    table = Table("fact", "value", "declared", "meaning", title=kernel.key.name)
+    for name, meaning in facts_module.FACT_NAMES.items():
+        if name in declared or found.get(name):
+            value = declared.get(name, "")
+            words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            table.add_row(name, str(found.get(name)), words, meaning)
+    console.print(table)
+    mismatches = facts_module.compare_with(declared, found)
+    if mismatches:
+        raise AssertionError("\n".join(mismatches))
+
+
+@app.command(name="compile")
+@clear_errors
+def compile_command(
+    stage: StageArgument,
+    arch: Annotated[str, typer.Option(help="Target architecture.")] = "sm_100a",
+    dtype: Annotated[Dtype, typer.Option()] = Dtype.bfloat16,
+    head_dim: Annotated[int, typer.Option()] = 128,
+    causal: Annotated[bool, typer.Option("--causal", help="With the causal mask.")] = False,
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for .ptx and .cubin.")] = pathlib.Path(),
+) -> None:
+    """Compile one kernel and write its PTX and cubin."""
+    from .compile import compile_stage
+
+    if causal:
+        raise ValueError(f"stage {stage.tag} has no causal mask (stage 08 brings it)")
+    kernel = compile_stage(stage, arch=arch, dtype=dtype.value, head_dim=head_dim)
+    out.mkdir(parents=True, exist_ok=True)
+    for suffix in ("ptx", "cubin"):
+        target = out / f"{kernel.key.name}.{suffix}"
+        shutil.copyfile(kernel.folder / f"kernel.{suffix}", target)
+        console.print(f"{target}  {target.stat().st_size} bytes", soft_wrap=True)
+    origin = "from the cache" if kernel.from_cache else "just now"
+    console.print(
+        f"compiled {origin}; the compile took {kernel.wall_seconds:.2f} s "
+        f"({kernel.cpu_seconds:.2f} CPU s)"
+    )
+
+
+@app.command()
+@clear_errors
+def diff(
+    a: Annotated[Stage, typer.Argument(parser=stage_argument, metavar="A")],
+    b: Annotated[Stage, typer.Argument(parser=stage_argument, metavar="B")],
+) -> None:
+    """The teaching diff between two stages; exit code 1 when they differ, as diff(1) has it."""
+    from .diff import render_diff
+
+    text = render_diff(a.number, b.number)
+    print(text, end="")
+    raise typer.Exit(1 if text else 0)
+
+
+@app.command()
+@clear_errors
+def verify(
+    stage: StageArgument,
+    out: Annotated[
+        Optional[pathlib.Path],  # noqa: UP045
+        typer.Option(help="Evidence file; the stage's own when not given."),
+    ] = None,
+    notes: Annotated[str, typer.Option(help="A remark that the evidence keeps.")] = "",
+) -> None:
+    """Run the stage's gpu tier on this machine's GPU and write evidence."""
+    from . import evidence, verification
+
+    path = out or stage.folder / "evidence.json"
+    run = verification.verify(stage, console, notes)
+    evidence.add(path, stage, run)
+    console.print(f"evidence written to {path}", soft_wrap=True)
+    if run["tests"]["failed"]:
+        raise typer.Exit(1)

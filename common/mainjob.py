@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job: one attention problem by every means this machine has, against the oracle.
+
+Means: the stage's model (any machine), its compiled code (Linux: resources only, not executed),
+its kernel on this machine's GPU. Runs: host.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from . import contract, contract_gpu, inputs, numerics
+from .compile import CompiledKernel, DslMissing, compile_stage
+from .envelope import check, dtype_name
+from .sass import MissingTool
+from .stage import Stage
+
+SHOWN_FACTS = ("registers", "stack_bytes", "spill_instructions", "ffma_sass", "mufu_ex2_sass")
+
+
+@dataclass
+class Result:
+    """What the main job found; `ok` when every means agreed with the oracle."""
+
+    stage: int
+    inputs: str
+    shape: str
+    means: dict[str, dict[str, Any]] = field(default_factory=dict)
+    resources: dict[str, Any] = field(default_factory=dict)
+    not_done: dict[str, str] = field(default_factory=dict)
+    next_steps: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """True when at least one means ran and all were within tolerance."""
+        verdicts = [row["ok"] for means in self.means.values() for row in means["comparisons"]]
+        return bool(verdicts) and all(verdicts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {**self.__dict__, "ok": self.ok}
+
+
+def problem(
+    qkv: pathlib.Path | None, generator: str, sizes: dict[str, int], dtype: str, seed: int
+) -> inputs.Problem:
+    """The user's own tensors, or generated ones of the sizes given."""
+    if qkv is not None:
+        loaded = inputs.load_qkv(qkv)
+        if loaded.q.dtype in (torch.float16, torch.bfloat16):
+            return loaded
+        return inputs.load_qkv(qkv, dtype=getattr(torch, dtype))
+    return inputs.make(
+        generator,
+        batch=sizes["batch"],
+        seqlen_q=sizes["seqlen"],
+        seqlen_k=sizes["seqlen"],
+        heads=sizes["heads"],
+        head_dim=sizes["head_dim"],
+        dtype=getattr(torch, dtype),
+        seed=seed,
+    )
+
+
+def run(stage: Stage, given: inputs.Problem, console: Console) -> Result:
+    """Do the job and print it as it goes. Raises ValueError or TypeError for a bad problem."""
+    q, k, v = given.q, given.k, given.v
+    check(stage, q, k, v, given.softmax_scale, need_cuda=False)
+    result = Result(stage.number, given.name, given.shape_text)
+    console.print(f"[bold]Stage {stage.tag}, {stage.config.NAME}[/]: {stage.config.IDEA}")
+    console.print(f"Problem: {given.name}, {given.shape_text}\n")
+    _model(stage, given, console, result)
+    _compile(stage, given, console, result)
+    _gpu(stage, given, console, result)
+    console.print(_errors_table(result))
+    if result.resources:
+        console.print(_resources_table(result))
+    _next_steps(stage, result)
+    for name, reason in result.not_done.items():
+        console.print(f"not done: {name}: {reason}", highlight=False)
+    verdict = "[green]within tolerance[/]" if result.ok else "[red]NOT within tolerance[/]"
+    console.print(f"\nVerdict: {verdict} (at most twice the error of same-precision torch + floor)")
+    console.print("Next:\n" + "\n".join(f"  {step}" for step in result.next_steps))
+    return result
+
+
+def _record(result: Result, name: str, verdicts: list[numerics.Comparison], **more: Any) -> None:
+    result.means[name] = {"comparisons": [row.as_dict() for row in verdicts], **more}
+
+
+def _model(stage: Stage, given: inputs.Problem, console: Console, result: Result) -> None:
+    with console.status(f"running the SM model of stage {stage.tag} ..."):
+        start = time.perf_counter()
+        run = stage.simulate(given.q, given.k, given.v, softmax_scale=given.softmax_scale)
+        seconds = time.perf_counter() - start
+        verdicts = contract.judge(given, run.out, run.lse)
+    _record(
+        result,
+        "SM model",
+        verdicts,
+        seconds=seconds,
+        derived={
+            "machine": run.machine.name,
+            "cycles_per_cta": run.cta_cycles[0],
+            "tflops": run.tflops,
+            "engine_busy": run.busy(),
+        },
+    )
+    busiest = max(run.busy().items(), key=lambda item: item[1])
+    console.print(
+        f"SM model: {run.ctas} CTAs in {seconds:.1f} s. Derived for {run.machine.name}: "
+        f"{run.cta_cycles[0]:.0f} cycles a CTA, busiest engine {busiest[0]} ({busiest[1]:.0%})"
+    )
+
+
+def _compile(stage: Stage, given: inputs.Problem, console: Console, result: Result) -> None:
+    dtype, head_dim = dtype_name(given.q.dtype), given.q.shape[3]
+    try:
+        with console.status("compiling for sm_100a ..."):
+            kernel = compile_stage(stage, arch="sm_100a", dtype=dtype, head_dim=head_dim)
+    except DslMissing as missing:
+        result.not_done["compiled code"] = str(missing)
+        return
+    result.resources = _resources(kernel, result)
+    origin = "from the cache" if kernel.from_cache else f"in {kernel.wall_seconds:.1f} s"
+    console.print(f"Compiled {kernel.key.name} {origin}")
+
+
+def _resources(kernel: CompiledKernel, result: Result) -> dict[str, Any]:
+    found: dict[str, Any] = {"kernel": kernel.key.name, "smem_bytes": kernel.smem_bytes}
+    found["compile_seconds"] = kernel.wall_seconds
+    try:
+        all_facts = contract.compiled_facts(kernel)
+    except MissingTool as missing:
+        result.not_done["machine code"] = str(missing)
+        return found
+    return found | {name: all_facts[name] for name in SHOWN_FACTS}
+
+
+def _gpu(stage: Stage, given: inputs.Problem, console: Console, result: Result) -> None:
+    reason = contract_gpu.gpu_skip_reason(stage)
+    if reason:
+        result.not_done["kernel on a GPU"] = reason
+        return
+    moved = inputs.Problem(
+        *(x.cuda() for x in (given.q, given.k, given.v, given.dout)),
+        softmax_scale=given.softmax_scale,
+        name=given.name,
+    )
+    with console.status("running the kernel on the GPU ..."):
+        out, lse = contract_gpu.run_problem(stage, moved)
+        verdicts = contract.judge(moved, out, lse)
+    name = torch.cuda.get_device_name()
+    _record(result, f"kernel on {name}", verdicts)
+    console.print(f"Kernel: ran on {name}")
+
+
+def _errors_table(result: Result) -> Table:
+    table = Table("means", "tensor", "metric", "error", "same-precision torch", "limit", "")
+    table.title = "Errors against the float64 oracle"
+    for name, means in result.means.items():
+        for row in means["comparisons"]:
+            for problem in row["problems"]:
+                table.add_row(name, row["name"], problem, "", "", "", "[red]FAIL[/]")
+            for metric, values in row["metrics"].items():
+                if values["limit"] is None:
+                    continue
+                figures = [f"{float(values[key]):.2e}" for key in ("value", "baseline", "limit")]
+                good = float(values["value"]) <= float(values["limit"])
+                mark = "[green]ok[/]" if good else "[red]FAIL[/]"
+                table.add_row(name, row["name"], metric, *figures, mark)
+    return table
+
+
+def _resources_table(result: Result) -> Table:
+    table = Table("fact", "value", title=f"Compiled code ({result.resources['kernel']})")
+    for name, value in result.resources.items():
+        if name != "kernel":
+            shown = f"{value:.2f}" if isinstance(value, float) else str(value)
+            table.add_row(name, shown)
+    return table
+
+
+def _next_steps(stage: Stage, result: Result) -> None:
+    n = stage.number
+    result.next_steps = [
+        f"read stages/{stage.tag}/README.md, then stages/{stage.tag}/kernel.py",
+        f"pytest stages/{stage.tag}          the whole contract of this stage",
+        f"flash-ladder facts {n}        what the compiled code shows",
+        "flash-ladder run --qkv FILE   your own tensors",
+    ]
+    if result.not_done:
+        result.next_steps.append("flash-ladder doctor         what would unlock the rest")
