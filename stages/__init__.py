@@ -1,15 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashLadder: FlashAttention-4 for Blackwell, taught by building it."""
+"""FlashLadder: FlashAttention-4 for Blackwell, taught by building it.
 
-STAGES: dict[int, str] = {
+`load(n)` gives stage n: its `attention` op, its configuration, its executable model, what ran
+where. Importing this package loads neither torch nor the CuTe DSL.
+"""
+
+import pathlib
+
+STAGES = {
     1: "naive tiled attention",
     2: "TMEM accumulators",
     3: "warp-specialised ping-pong",
     4: "correction warpgroup",
     5: "Cody-Waite exp2",
     6: "conditional rescaling",
-    7: "backward",
+    7: "backward, 1-CTA then 2-CTA",
     8: "masks and lengths",
     9: "scheduling",
     10: "production",
-}
+}  # the ladder; `built()` says which of them this version has
+
+__all__ = ["STAGES", "built", "load"]
+
+
+def built() -> list[int]:
+    """Numbers of the stages that exist in this version, ascending."""
+    here = pathlib.Path(__file__).parent
+    return [number for number in STAGES if (here / f"{number:02d}" / "kernel.py").is_file()]
+
+
+def load(number: int):
+    """Stage `number` as a `common.stage.Stage`; nothing is compiled yet.
+
+    Raises TypeError for anything but an int, ValueError for a stage that does not exist (yet).
+    """
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"load takes a stage number, such as 1; got {number!r}")
+    if number not in STAGES:
+        raise ValueError(
+            f"there is no stage {number}; the ladder has {min(STAGES)} to {max(STAGES)}"
+        )
+    if number not in built():
+        raise ValueError(
+            f"stage {number} ({STAGES[number]}) is planned and not in this version; "
+            f"built: {', '.join(map(str, built()))}"
+        )
+    from .common.stage import Stage
+
+    return Stage(number)

@@ -14,7 +14,7 @@ TILE_M = 128  # query rows of a CTA, one per thread
 TILE_N = {64: 64, 128: 32}  # keys of a tile by head dim: S and O of a row share 255 registers
 COPY_BYTES = 16  # one global load or store of a thread
 ROW_PAD = 4  # float32 words behind each row of sQ: 8 neighbouring rows then use all 32 banks
-MIN_ARCH = "sm_80"  # the oldest target this stage's code runs on natively
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")  # runs natively
 
 ENVELOPE = Envelope(
     dtypes=("bfloat16", "float16"),

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling a stage's kernel for any architecture, with or without that GPU; cached.
+
+The result holds PTX, cubin, compile times and an object file that runs on a matching GPU. The disk
+cache (`FLASH_LADDER_CACHE`, else `$XDG_CACHE_HOME/flash-ladder`, else `~/.cache/flash-ladder`) is
+keyed by the kernel's sources, the DSL's version, the architecture and the configuration; entries
+appear by an atomic rename, so processes may compile at the same time. Runs: host.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import re
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+
+from .stage import PACKAGE, Stage
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
+DSL_PACKAGES = (
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "apache-tvm-ffi",
+)
+FILES = ("kernel.ptx", "kernel.cubin", "kernel.o")
+_MEMORY: dict[str, CompiledKernel] = {}
+_LOCK = threading.Lock()  # the DSL traces one kernel at a time
+
+
+class DslMissing(RuntimeError):
+    """The CuTe DSL is not installed, or does not exist for this system."""
+
+
+@dataclass(frozen=True)
+class CompileKey:
+    """What is compiled: stage number, target architecture, dtype name, head dim."""
+
+    stage: int
+    arch: str
+    dtype: str
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        """For file names and tables, such as `01-sm_100a-bfloat16-d128`."""
+        return f"{self.stage:02d}-{self.arch}-{self.dtype}-d{self.head_dim}"
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One compiled kernel. Seconds are those of the compile that made it, also from the cache.
+
+    smem_bytes is the dynamic shared memory of its launch; dsl the versions that compiled it.
+    """
+
+    key: CompileKey
+    folder: pathlib.Path
+    wall_seconds: float
+    cpu_seconds: float
+    smem_bytes: int
+    dsl: dict
+    from_cache: bool
+
+    @functools.cached_property
+    def ptx(self) -> str:
+        """The PTX text that was assembled."""
+        return (self.folder / "kernel.ptx").read_text()
+
+    @functools.cached_property
+    def cubin(self) -> bytes:
+        """The machine code."""
+        return (self.folder / "kernel.cubin").read_bytes()
+
+    @functools.cached_property
+    def function(self):
+        """Callable on CUDA tensors: (q, k, v, out, lse, softmax_scale * log2(e))."""
+        from cutlass.cute.runtime import load_module
+
+        module = load_module(str(self.folder / "kernel.o"), enable_tvm_ffi=True)
+        return getattr(module, _symbol(self.key))
+
+
+def require_dsl() -> None:
+    """Raise `DslMissing`, saying what to do, unless the CuTe DSL can be imported."""
+    if importlib.util.find_spec("cutlass") and importlib.util.find_spec("tvm_ffi"):
+        return
+    if platform.system() != "Linux":
+        raise DslMissing(
+            f"the CuTe DSL exists for Linux only and this is {platform.system()}: models, plans "
+            "and pages work here, compiling does not"
+        )
+    raise DslMissing(
+        "compiling needs the CuTe DSL: pip install nvidia-cutlass-dsl==4.8.1 apache-tvm-ffi"
+    )
+
+
+def cache_folder() -> pathlib.Path:
+    """Where compiled kernels are kept."""
+    given = os.environ.get("FLASH_LADDER_CACHE")
+    if given:
+        return pathlib.Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "flash-ladder"
+
+
+def sources(stage: Stage) -> dict[str, bytes]:
+    """Files that the kernel is made of: `kernel.py` and what it imports from this package."""
+    root = {stage.tag: stage.folder, "common": pathlib.Path(__file__).parent}
+    found: dict[str, bytes] = {}
+    todo = [(stage.tag, "kernel")]
+    while todo:
+        part, name = todo.pop()
+        path = root[part] / f"{name}.py"
+        if f"{part}/{name}" in found or not path.is_file():
+            continue
+        found[f"{part}/{name}"] = path.read_bytes()
+        for node in ast.walk(ast.parse(found[f"{part}/{name}"])):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                todo += _imported(part, node)
+    return dict(sorted(found.items()))
+
+
+def _imported(part: str, node: ast.ImportFrom) -> list[tuple[str, str]]:
+    """(folder, module) pairs that a relative import may load."""
+    words = node.module.split(".") if node.module else []
+    if node.level == 2:
+        part, words = words[0], words[1:]
+    names = words[:1] or [alias.name for alias in node.names]
+    return [(part, name) for name in names]
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what compiles, by package."""
+    found = {}
+    for name in DSL_PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def fingerprint(stage: Stage, key: CompileKey) -> str:
+    """Cache key: sha256 over sources, versions, host machine and configuration."""
+    digest = hashlib.sha256()
+    parts = [asdict(key), versions(), platform.machine(), 2]  # 2: layout of a cache entry
+    digest.update(json.dumps(parts, sort_keys=True).encode())
+    for name, text in sources(stage).items():
+        digest.update(f"\0{name}\0".encode() + text)
+    return digest.hexdigest()
+
+
+def compile_stage(
+    stage: Stage,
+    *,
+    arch: str = "sm_100a",
+    dtype: str = "bfloat16",
+    head_dim: int = 128,
+    use_cache: bool = True,
+) -> CompiledKernel:
+    """Compile one configuration of a stage, or take it from memory or disk.
+
+    Raises ValueError for an architecture, dtype or head dim that the stage does not have,
+    `PlanError` for resources that cannot work, `DslMissing` without the DSL.
+    """
+    key = CompileKey(stage.number, arch, dtype, head_dim)
+    _check_key(stage, key)
+    stage.config.plan(head_dim).check()
+    require_dsl()
+    mark = fingerprint(stage, key)
+    with _LOCK:
+        if not use_cache:
+            return _build(stage, key, pathlib.Path(tempfile.mkdtemp(prefix="flash-ladder-")))
+        if mark not in _MEMORY:
+            folder = cache_folder() / f"{key.name}-{mark[:24]}"
+            _MEMORY[mark] = _read(key, folder) or _build_into(stage, key, folder)
+        return _MEMORY[mark]
+
+
+def _check_key(stage: Stage, key: CompileKey) -> None:
+    envelope = stage.config.ENVELOPE
+    allowed = {"arch": stage.config.ARCHS, "dtype": envelope.dtypes, "head_dim": envelope.head_dims}
+    for field, values in allowed.items():
+        if getattr(key, field) not in values:
+            raise ValueError(
+                f"stage {stage.tag} compiles for {field} {', '.join(map(str, values))}; "
+                f"got {getattr(key, field)}"
+            )
+
+
+def _symbol(key: CompileKey) -> str:
+    return f"{PACKAGE}_{key.name}".replace("-", "_")
+
+
+def _read(key: CompileKey, folder: pathlib.Path) -> CompiledKernel | None:
+    """A cache entry, or None when there is none or its files are not what was written."""
+    try:
+        entry = json.loads((folder / "entry.json").read_text())
+        for name, digest in entry.pop("sha256").items():
+            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+                return None
+        return CompiledKernel(key, folder, from_cache=True, **entry)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _build_into(stage: Stage, key: CompileKey, folder: pathlib.Path) -> CompiledKernel:
+    """Compile beside `folder` and rename, so that other processes see all of it or nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
+    try:
+        built = _build(stage, key, scratch)
+        for _ in range(2):
+            try:
+                scratch.rename(folder)
+                break
+            except OSError:  # another process was first, or a damaged entry is in the way
+                existing = _read(key, folder)
+                if existing:
+                    return existing
+                shutil.rmtree(folder, ignore_errors=True)
+        return replace(built, folder=folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _build(stage: Stage, key: CompileKey, folder: pathlib.Path) -> CompiledKernel:
+    """Trace, compile and write one entry into the empty `folder`."""
+    import cutlass.cute as cute
+
+    kernel = stage.kernel
+    arguments = forward_arguments(key)
+    dump = folder / "dump"
+    dump.mkdir()
+    options = f"--gpu-arch {key.arch} --keep-ptx --keep-cubin --enable-tvm-ffi --dump-dir {dump}"
+    wall, cpu = time.perf_counter(), time.process_time()
+    compiled = cute.compile(kernel.attention, *arguments, options=options)
+    entry = {
+        "wall_seconds": time.perf_counter() - wall,
+        "cpu_seconds": time.process_time() - cpu,
+        "smem_bytes": _launch_smem_bytes(str(compiled.ir_module)),
+        "dsl": versions(),
+    }
+    (folder / "kernel.ptx").write_text(compiled.__ptx__.rstrip("\0"))
+    (folder / "kernel.cubin").write_bytes(compiled.__cubin__)
+    compiled.export_to_c(str(folder / "kernel.o"), _symbol(key))
+    shutil.rmtree(dump)
+    sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
+    (folder / "entry.json").write_text(json.dumps({**entry, "sha256": sums}, indent=1))
+    return CompiledKernel(key, folder, from_cache=False, **entry)
+
+
+def _launch_smem_bytes(host_ir: str) -> int:
+    """Dynamic shared memory of the only launch: the 64-bit constant that host code stores."""
+    constants = dict(re.findall(r"(%\w+) = llvm\.mlir\.constant\((\d+) : i64\)", host_ir))
+    stored = re.findall(r"llvm\.store (%\w+), %\w+ : i64, !llvm\.ptr", host_ir)
+    sizes = {int(constants[name]) for name in stored if name in constants}
+    if len(sizes) != 1:
+        raise RuntimeError(f"expected one launch with one shared-memory size; found {sizes}")
+    return sizes.pop()
+
+
+def forward_arguments(key: CompileKey) -> tuple:
+    """Stand-ins for (mQ, mK, mV, mO, mLSE, scale_log2, stream): every size but head dim dynamic.
+
+    Strides are 64-bit and, along batch, sequence and head, multiples of 16 bytes.
+    """
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[key.dtype]
+    batch, seqlen_q, seqlen_k, heads = (cute.sym_int() for _ in range(4))
+
+    def tensor(seqlen):
+        strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+        shape = (batch, seqlen, heads, key.head_dim)
+        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+
+    lse = make_fake_tensor(
+        cutlass.Float32,
+        (batch, heads, seqlen_q),
+        (cute.sym_int64(), cute.sym_int64(), 1),
+        assumed_align=4,
+    )
+    tensors = [tensor(seqlen) for seqlen in (seqlen_q, seqlen_k, seqlen_k, seqlen_q)]
+    return (*tensors, lse, cutlass.Float32(1.0), make_fake_stream(use_tvm_ffi_env_stream=True))

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a stage's inputs, before anything is traced or launched. Runs: host.
+
+Every message says what was given, what is allowed and, for a limit of the stage, which later stage
+lifts it.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .stage import Stage
+
+ALIGN_BYTES = 16  # base address and strides: one vector load
+MAX_GRID = 2**31 - 1  # CTAs of a 1-D grid (CUDA Programming Guide, compute capabilities)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of a checked problem; `softmax_scale` is the number that will be used."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    head_dim: int
+    dtype: str
+    softmax_scale: float
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check(stage: Stage, q, k, v, softmax_scale=None, *, need_cuda: bool = True) -> Problem:
+    """Check q (b, sq, h, d), k and v (b, sk, h, d) against the stage's envelope.
+
+    Returns the `Problem`. Raises TypeError (not a tensor, dtype, type of the scale) or ValueError
+    (shapes, lengths, strides, device, gradients, value of the scale).
+    """
+    named = {"q": q, "k": k, "v": v}
+    _check_tensors(stage, named)
+    _check_shapes(stage, q, k, v)
+    _check_layout(stage, named)
+    _check_grad(stage, named)
+    _check_device(stage, named, need_cuda)
+    scale = _checked_scale(softmax_scale, q.shape[3])
+    batch, seqlen_q, heads, head_dim = q.shape
+    return Problem(batch, seqlen_q, k.shape[1], heads, head_dim, dtype_name(q.dtype), scale)
+
+
+def _lift(stage: Stage, rule: str) -> str:
+    """Which stage lifts `rule`, as a clause; empty when none does."""
+    number = stage.config.ENVELOPE.lifted_by.get(rule)
+    return f" (stage {number:02d} lifts this)" if number else ""
+
+
+def _check_tensors(stage: Stage, named: dict) -> None:
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense (strided) tensor; got {tensor.layout}")
+    given = {name: dtype_name(tensor.dtype) for name, tensor in named.items()}
+    allowed = stage.config.ENVELOPE.dtypes
+    for name, dtype in given.items():
+        if dtype not in allowed:
+            raise TypeError(
+                f"stage {stage.tag} takes {' or '.join(allowed)}; {name} is {dtype}. Convert it, "
+                f"for example {name}.to(torch.{allowed[0]})" + _lift(stage, "dtype")
+            )
+    if len(set(given.values())) > 1:
+        raise TypeError(f"q, k and v must have one dtype; got {given}")
+
+
+def _check_shapes(stage: Stage, q, k, v) -> None:
+    envelope = stage.config.ENVELOPE
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"q, k and v must be (batch, seqlen, heads, head_dim); got {shapes}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape; got {shapes}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must agree in batch and head dim; got {shapes}")
+    if q.shape[3] not in envelope.head_dims:
+        allowed = " or ".join(map(str, envelope.head_dims))
+        raise ValueError(
+            f"stage {stage.tag} has head dim {allowed}; got {q.shape[3]}" + _lift(stage, "head_dim")
+        )
+    if q.shape[2] != k.shape[2] and not envelope.grouped_heads:
+        raise ValueError(
+            f"stage {stage.tag} needs as many key as query heads; got {shapes}"
+            + _lift(stage, "heads")
+        )
+    multiple = envelope.seqlen_multiple
+    for name, length in (("query", q.shape[1]), ("key", k.shape[1])):
+        if length < 1 or length % multiple:
+            raise ValueError(
+                f"stage {stage.tag} needs a {name} length that is a positive multiple of "
+                f"{multiple}; got {length}" + _lift(stage, "seqlen")
+            )
+    if q.shape[0] < 1 or q.shape[2] < 1:
+        raise ValueError(
+            f"stage {stage.tag} needs batch and heads of at least 1; got {shapes}"
+            + _lift(stage, "seqlen")
+        )
+    ctas = q.shape[0] * q.shape[2] * (q.shape[1] // multiple)
+    if ctas > MAX_GRID:
+        raise ValueError(f"{ctas} query tiles exceed one grid's {MAX_GRID}; split the batch")
+
+
+def _check_layout(stage: Stage, named: dict) -> None:
+    for name, tensor in named.items():
+        step = ALIGN_BYTES // tensor.element_size()
+        pairs = list(zip(tensor.shape, tensor.stride()))
+        fix = f"; {name}.contiguous() is always accepted" + _lift(stage, "strides")
+        if pairs[3][1] != 1:
+            raise ValueError(f"{name} must have stride 1 along head dim; got {pairs[3][1]}{fix}")
+        if any(size > 1 and stride % step for size, stride in pairs[:3]):
+            raise ValueError(
+                f"{name} must have strides that are multiples of {step} elements "
+                f"({ALIGN_BYTES} bytes); got {tensor.stride()}{fix}"
+            )
+        if tensor.device.type != "meta" and tensor.data_ptr() % ALIGN_BYTES:
+            raise ValueError(f"{name} must start at a multiple of {ALIGN_BYTES} bytes{fix}")
+
+
+def _check_grad(stage: Stage, named: dict) -> None:
+    if stage.config.ENVELOPE.differentiable or not torch.is_grad_enabled():
+        return
+    wanting = [name for name, tensor in named.items() if tensor.requires_grad]
+    if wanting:
+        raise ValueError(
+            f"stage {stage.tag} has no backward pass, but {', '.join(wanting)} requires grad; call "
+            "it under torch.no_grad() or on detached tensors" + _lift(stage, "grad")
+        )
+
+
+def _check_device(stage: Stage, named: dict, need_cuda: bool) -> None:
+    devices = {name: str(tensor.device) for name, tensor in named.items()}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"q, k and v must be on one device; got {devices}")
+    kind = named["q"].device.type
+    if need_cuda and kind != "cuda":
+        raise ValueError(
+            f"stage {stage.tag} runs on a CUDA GPU; q, k and v are on {devices['q']!r}. Without a "
+            f"GPU, load({stage.number}).simulate(q, k, v) runs its model and `flash-ladder run "
+            f"{stage.number}` shows what this machine can do"
+        )
+    if not need_cuda and kind != "cpu":
+        raise ValueError(f"the model takes CPU tensors; q, k and v are on {devices['q']!r}")
+
+
+def _checked_scale(softmax_scale, head_dim: int) -> float:
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
+        raise TypeError(
+            f"softmax_scale must be a number or None; got {type(softmax_scale).__name__}"
+        )
+    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+        raise ValueError(f"softmax_scale must be finite and positive; got {softmax_scale}")
+    return float(softmax_scale)

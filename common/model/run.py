@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a whole grid on the SM model, CTA by CTA, and what comes out of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .machine import Machine
+from .sm import ENGINES, Sm, Span
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result of a model run; times are derived from `machine`, never measured.
+
+    out (b, sq, h, d) in the inputs' dtype and lse (b, h, sq) float32, NaN where no CTA ran;
+    cycles of each CTA that ran; the trace of the first; ctas in the whole grid.
+    """
+
+    machine: Machine
+    out: torch.Tensor
+    lse: torch.Tensor
+    cta_cycles: tuple[float, ...]
+    trace: tuple[Span, ...]
+    ctas: int
+    flop: float
+
+    @property
+    def seconds(self) -> float:
+        """Derived time of the whole grid: waves of one CTA per SM, at the mean CTA's cycles."""
+        waves = math.ceil(self.ctas / self.machine["sms"])
+        return waves * sum(self.cta_cycles) / len(self.cta_cycles) / self.machine["clock"]
+
+    @property
+    def tflops(self) -> float:
+        """Derived 1e12 floating-point operations (of the two products) a second."""
+        return self.flop / self.seconds / 1e12
+
+    def busy(self) -> dict[str, float]:
+        """Share of the first CTA's cycles in which each engine was busy, from 0 to 1."""
+        spent = {name: 0.0 for name in ENGINES}
+        for span in self.trace:
+            if span.engine in spent:
+                spent[span.engine] += span.end - span.start
+        return {name: cycles / self.cta_cycles[0] for name, cycles in spent.items()}
+
+    def spent_on(self) -> dict[str, float]:
+        """Cycles of the first CTA by operation, summed over engines' spans that end last."""
+        spent: dict[str, float] = {}
+        now = 0.0
+        for span in sorted(self.trace, key=lambda row: row.end):
+            if span.end > now:
+                spent[span.op] = spent.get(span.op, 0.0) + span.end - now
+                now = span.end
+        return spent
+
+
+def grid_run(
+    machine: Machine,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    tile_m: int,
+    cta: Callable[[int, int, int], tuple[Sm, Callable[[], tuple[torch.Tensor, torch.Tensor]]]],
+    max_ctas: int | None = None,
+) -> Run:
+    """Run the CTAs of a forward grid: query tiles fastest, then heads, then batch.
+
+    `cta(batch, head, m_block)` gives an `Sm` ready to run and a function that returns its
+    out (tile_m, d) and lse (tile_m,) afterwards.
+    """
+    batch, seqlen_q, heads, head_dim = q.shape
+    blocks = seqlen_q // tile_m
+    ctas = blocks * heads * batch
+    out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+    lse = torch.full((batch, heads, seqlen_q), float("nan"))
+    cycles, trace = [], ()
+    for block in range(ctas if max_ctas is None else min(ctas, max_ctas)):
+        m_block, head, b = block % blocks, block // blocks % heads, block // blocks // heads
+        sm, result = cta(b, head, m_block)
+        cycles.append(sm.run())
+        trace = trace or tuple(sm.trace)
+        rows = slice(m_block * tile_m, (m_block + 1) * tile_m)
+        tile_out, tile_lse = result()
+        out[b, rows, head], lse[b, head, rows] = tile_out.to(q.dtype), tile_lse
+    flop = 4.0 * batch * heads * seqlen_q * k.shape[1] * head_dim
+    return Run(machine, out, lse, tuple(cycles), trace, ctas, flop)
