@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import ast
 import html
-import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -84,15 +82,11 @@ def stage_folder(number: int) -> Path:
 
 
 def stage_config(number: int) -> ModuleType:
-    """`config.py` of a stage, imported under its fixed name and without leaving bytecode."""
-    before = sys.dont_write_bytecode
-    sys.dont_write_bytecode = True
+    """`config.py` of a stage; importing it leaves no bytecode beside the sources."""
     try:
-        return importlib.import_module(f"flash_ladder.{number:02d}.config")
-    except ModuleNotFoundError as error:
-        raise FenceError(f"stage {number:02d} has no config.py to show ({error})") from error
-    finally:
-        sys.dont_write_bytecode = before
+        return flash_ladder.load(number).config
+    except ValueError as error:
+        raise FenceError(f"nothing to show of stage {number:02d}: {error}") from error
 
 
 def _table(headings: list[str], rows: list[list[str]], caption: str) -> str:
@@ -274,6 +268,7 @@ def _envelope_rows(envelope) -> tuple[list[str], list[list[str]]]:
         "head_dim": ", ".join(map(str, envelope.head_dims)),
         "seqlen": f"positive multiples of {envelope.seqlen_multiple}",
         "heads": "grouped or equal" if envelope.grouped_heads else "as many for k and v as for q",
+        "strides": "1 along the head dim, the others multiples of 16 bytes",
         "grad": "forward and backward" if envelope.differentiable else "forward only",
     }
     for rule in envelope.lifted_by:
@@ -431,7 +426,7 @@ def results(source, language, css_class, options, md, **kwargs) -> str:
 
 def _status(number: int) -> str:
     """What can be said of a stage: planned, not yet executed, or where it ran and how it ended."""
-    if not (stage_folder(number) / "config.py").is_file():
+    if not (stage_folder(number) / "kernel.py").is_file():
         return "planned"
     runs = evidence_runs(number)
     if not runs:
@@ -451,7 +446,7 @@ def ladder(source, language, css_class, options, md, **kwargs) -> str:
         folder, label = stage_folder(number), html.escape(name)
         if (folder / "README.md").is_file():
             label = f'<a href="stages/{number:02d}/">{label}</a>'
-        written = (folder / "config.py").is_file()
+        written = (folder / "kernel.py").is_file()
         idea = html.escape(stage_config(number).IDEA) if written else "-"
         rows.append([f"{number:02d}", label, idea, _status(number)])
     return _table(["stage", "name", "one idea", "status"], rows, "the ladder")
