@@ -371,26 +371,49 @@ def _source_of(run: dict) -> str:
     return ", ".join(parts)
 
 
+RESULT_HEADINGS = [
+    "date",
+    "GPU",
+    "code",
+    "kernel",
+    "registers",
+    "cases",
+    "failed",
+    "tightest comparison",
+    "error",
+    "torch's error",
+    "ratio",
+    "limit",
+]
+
+
 def _kernel_row(run: dict, kernel: dict) -> list[str]:
-    measured = mark("M", _source_of(run))
+    """Cells under RESULT_HEADINGS; what was not recorded is a dash."""
+
+    def marked(value, letter: str, detail: str) -> str:
+        return "-" if value is None else f"{_figure(value)} {mark(letter, detail)}"
+
+    source = _source_of(run)
     worst = kernel.get("worst", {})
-    own, base = worst.get("max_abs"), worst.get("baseline_max_abs")
-    ratio = worst.get("ratio")
-    if ratio is None and own is not None and base:
-        ratio = own / base
-    row = [
+    own = worst.get("value", worst.get("max_abs"))
+    base = worst.get("baseline", worst.get("baseline_max_abs"))
+    ratio = worst.get("ratio", own / base if own is not None and base else None)
+    compared = [str(worst[name]) for name in ("generator", "case", "metric") if name in worst]
+    mode = MODES.get(run.get("mode"), "unknown")
+    return [
         html.escape(run.get("date", "-")),
         html.escape(run.get("gpu", "-")),
-        html.escape(
-            f"{MODES.get(run.get('mode'), run.get('mode', '-'))}, {run.get('target', '-')}"
-        ),
+        html.escape(f"{mode}, {run.get('target', '-')}"),
         _code(kernel.get("key", "-")),
+        marked(kernel.get("registers"), "M", source),
+        marked(kernel.get("cases"), "M", source),
+        marked(kernel.get("failed"), "M", source),
+        html.escape(", ".join(compared) or "-"),
+        marked(own, "M", source),
+        marked(base, "M", source),
+        marked(ratio, "D", "error / torch's error, same inputs and precision"),
+        marked(worst.get("limit"), "D", "tolerance rule of common.contract"),
     ]
-    for value in (kernel.get("cases"), kernel.get("failed"), own, base):
-        row.append("-" if value is None else f"{_figure(value)} {measured}")
-    detail = f"error / torch error, inputs {worst.get('generator', 'unknown')}"
-    row.append("-" if ratio is None else f"{_figure(ratio)} {mark('D', detail)}")
-    return row
 
 
 def _tests_line(run: dict) -> str:
@@ -415,9 +438,8 @@ def results(source, language, css_class, options, md, **kwargs) -> str:
     if not runs:
         return f"<p>{NOT_EXECUTED}</p>"
     rows = [_kernel_row(run, kernel) for run in runs for kernel in run.get("kernels", [])]
-    headings = ["date", "GPU", "code", "kernel", "cases", "failed", "max error", "torch's", "ratio"]
     caption = f"stage {number:02d} · stages/{number:02d}/evidence.json"
-    table = _table(headings, rows, caption) if rows else ""
+    table = _table(RESULT_HEADINGS, rows, caption) if rows else ""
     return "\n".join([table, *(_tests_line(run) for run in runs)])
 
 
@@ -434,7 +456,7 @@ def _status(number: int) -> str:
     last = runs[-1]
     failed = sum(kernel.get("failed", 0) for kernel in last.get("kernels", []))
     failed += last.get("tests", {}).get("failed", 0)
-    mode = MODES.get(last.get("mode"), last.get("mode", "-"))
+    mode = MODES.get(last.get("mode"), "unknown")
     text = f"{'fails' if failed else 'runs'} on {last.get('gpu', 'unknown GPU')}, {mode}"
     return f"{html.escape(text)} {mark('M', _source_of(last))}"
 

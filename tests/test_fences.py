@@ -24,7 +24,13 @@ RUN = {
             "key": "bf16-d128",
             "cases": 60,
             "failed": 0,
-            "worst": {"generator": "llm_like", "max_abs": 0.00125, "baseline_max_abs": 0.0025},
+            "worst": {
+                "generator": "llm_like",
+                "metric": "max_abs",
+                "value": 0.00125,
+                "baseline": 0.0025,
+                "limit": 0.005,
+            },
             "a key of tomorrow": 1,
         }
     ],
@@ -291,14 +297,18 @@ def test_results_mark_every_number(pair):
     for number in ("60", "0", "0.00125", "0.0025"):
         assert f"<td>{number} {measured}</td>" in page
     assert re.search(r"<td>0\.5 <abbr [^>]*>D</abbr></td>", page)  # own error / torch's
+    assert re.search(r"<td>0\.005 <abbr [^>]*>D</abbr></td>", page) and "llm_like, max_abs" in page
     assert f"12 {measured} passed, 0 {measured} failed, 3 {measured} skipped" in page
     assert "rewritten from sm_100a, sm_90a" in page and "a &lt;note&gt;" in page
 
 
 def test_results_bear_missing_fields(pair):
-    sparse = {"runs": [{"kernels": [{"key": "bf16-d64"}, {}]}, {"tests": {"passed": 1}}, {}]}
+    worst = {"max_abs": 0.5, "baseline_max_abs": 0.25}
+    kernels = [{"key": "bf16-d64", "worst": worst}, {}]
+    sparse = {"runs": [{"kernels": kernels}, {"tests": {"passed": 1}}, {}]}
     (pair[0] / "evidence.json").write_text(json.dumps(sparse))
-    assert "bf16-d64" in fence('results stage="01"')
+    page = fence('results stage="01"')
+    assert "bf16-d64" in page and re.search(r"<td>2 <abbr [^>]*>D</abbr></td>", page)
 
 
 def test_unreadable_evidence_ends_the_build(pair):
