@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suite that every stage passes, in three tiers: host, compile, gpu.
+
+The gpu tier is in `contract_gpu.py`. `stages/NN/test_stage.py` runs all of it under pytest,
+`flash-ladder verify N` runs the gpu tier and writes evidence. Each check raises AssertionError (or
+the library's own error) when the stage breaks the contract. What a machine cannot run is skipped
+with the reason. Runs: host.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import facts, inputs, numerics, reference
+from .compile import CompiledKernel, CompileKey, DslMissing, require_dsl
+from .pairwise import pairwise
+from .plan import Plan
+from .sass import report
+from .stage import Stage
+
+MAX_CASES = 60  # of a stage's gpu tier
+GPU_SIZES = {
+    "seqlen_q": (128, 256, 384, 1024),
+    "seqlen_k": (128, 256, 640, 1024, 2048),
+    "batch": (1, 2, 3),
+    "heads": (1, 3, 8),
+}
+HOST_SIZES = {
+    "seqlen_q": (128, 256),
+    "seqlen_k": (128, 384),
+    "batch": (1, 2),
+    "heads": (1, 2),
+}  # the model runs every CTA of these in well under a second
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem of the contract: which inputs, of which size."""
+
+    generator: str
+    dtype: str
+    head_dim: int
+    seqlen_q: int
+    seqlen_k: int
+    batch: int
+    heads: int
+
+    def __str__(self) -> str:
+        size = f"b{self.batch}-h{self.heads}-q{self.seqlen_q}-k{self.seqlen_k}-d{self.head_dim}"
+        return f"{self.generator}-{self.dtype}-{size}"
+
+    def problem(self, device: str | torch.device = "cpu") -> inputs.Problem:
+        """The tensors; the same bits on every device."""
+        return inputs.make(
+            self.generator,
+            batch=self.batch,
+            seqlen_q=self.seqlen_q,
+            seqlen_k=self.seqlen_k,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            dtype=getattr(torch, self.dtype),
+            device=device,
+        )
+
+
+def this_stage(test_file: str) -> Stage:
+    """The stage whose folder holds `test_file`."""
+    return Stage(int(pathlib.Path(test_file).parent.name))
+
+
+def generators() -> list[str]:
+    """Names of the generators that fit stages without sequence lengths."""
+    return [name for name, row in inputs.GENERATORS.items() if row.needs is None]
+
+
+def cases(stage: Stage, sizes: dict[str, tuple[int, ...]]) -> list[Case]:
+    """A pairwise cover of generators, dtypes, head dims and `sizes` within the envelope."""
+    envelope = stage.config.ENVELOPE
+    factors = {"generator": generators(), "dtype": envelope.dtypes, "head_dim": envelope.head_dims}
+    found = [Case(**values) for values in pairwise({**factors, **sizes})]
+    assert len(found) <= MAX_CASES, f"{len(found)} cases; the contract allows {MAX_CASES}"
+    return found
+
+
+def compile_keys(stage: Stage) -> list[CompileKey]:
+    """Every dtype and head dim for sm_100a; the last of each for the stage's other targets."""
+    envelope = stage.config.ENVELOPE
+    number, dtypes, head_dims = stage.number, envelope.dtypes, envelope.head_dims
+    return [
+        CompileKey(number, "sm_100a", dtype, head_dim) for dtype in dtypes for head_dim in head_dims
+    ] + [
+        CompileKey(number, arch, dtypes[-1], head_dims[-1])
+        for arch in stage.config.ARCHS
+        if arch != "sm_100a"
+    ]
+
+
+# ---- host tier -----------------------------------------------------------------------------
+
+
+def _good(stage: Stage, **changes) -> dict:
+    """Arguments that the stage accepts but for their device, with `changes`."""
+    envelope = stage.config.ENVELOPE
+    shape = (1, envelope.seqlen_multiple, 2, envelope.head_dims[0])
+    tensors = {name: torch.zeros(shape, dtype=getattr(torch, envelope.dtypes[0])) for name in "qkv"}
+    return {**tensors, **changes}
+
+
+def _all(stage: Stage, transform: Callable) -> dict:
+    return {name: transform(tensor) for name, tensor in _good(stage).items()}
+
+
+def refusals(stage: Stage) -> dict[str, tuple[dict, type, str, str]]:
+    """Bad calls by name: (arguments, error type, words of the message, envelope rule or "")."""
+    envelope = stage.config.ENVELOPE
+    good = _good(stage)
+    q, d = good["q"], envelope.head_dims[0]
+    table = {
+        "cpu tensors": (good, ValueError, "CUDA GPU", ""),
+        "not a tensor": (_good(stage, q=[1.0]), TypeError, "q must be a torch.Tensor", ""),
+        "sparse": (_good(stage, k=q.to_sparse()), TypeError, "k must be a dense", ""),
+        "float32": (_all(stage, torch.Tensor.float), TypeError, "takes", "dtype"),
+        "mixed dtypes": (_good(stage, v=q.half()), TypeError, "one dtype", ""),
+        "rank 3": (_all(stage, lambda x: x[0]), ValueError, "(batch, seqlen, heads", ""),
+        "k and v differ": (_good(stage, v=q[:, :, :1]), ValueError, "one shape", ""),
+        "batch differs": (_good(stage, q=torch.cat([q, q])), ValueError, "agree in batch", ""),
+        "head dim differs": (_good(stage, q=q[..., : d // 2]), ValueError, "head dim", ""),
+        "scale NaN": (_good(stage, softmax_scale=float("nan")), ValueError, "positive", ""),
+        "scale negative": (_good(stage, softmax_scale=-1.0), ValueError, "positive", ""),
+        "scale tensor": (_good(stage, softmax_scale=q.sum()), TypeError, "a number", ""),
+        "stride along d": (
+            _all(stage, lambda x: torch.stack([x, x], -1)[..., 0]),
+            ValueError,
+            "stride 1 along head dim",
+            "strides",
+        ),
+        "odd strides": (_all(stage, _unaligned_rows), ValueError, "multiples of 8", "strides"),
+        "odd offset": (_all(stage, _unaligned_start), ValueError, "must start at", "strides"),
+    }
+    wide = torch.zeros(*q.shape[:3], 72, dtype=q.dtype)
+    short = torch.zeros(1, 100, 2, d, dtype=q.dtype)
+    if 72 not in envelope.head_dims:
+        table["head dim 72"] = (_all(stage, lambda _: wide), ValueError, "got 72", "head_dim")
+    if envelope.seqlen_multiple > 1:
+        table["length 100"] = (_good(stage, q=short), ValueError, "got 100", "seqlen")
+        table["length 0"] = (_all(stage, lambda x: x[:, :0]), ValueError, "got 0", "seqlen")
+        table["batch 0"] = (_all(stage, lambda x: x[:0]), ValueError, "at least 1", "seqlen")
+    if not envelope.grouped_heads:
+        one = q[:, :, :1]
+        table["grouped heads"] = (_good(stage, k=one, v=one), ValueError, "as many key", "heads")
+    if not envelope.differentiable:
+        wants = q.clone().requires_grad_()
+        table["requires grad"] = (_good(stage, q=wants), ValueError, "no backward", "grad")
+    return table
+
+
+def _unaligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """A view of the same shape whose rows are 2 bytes further apart."""
+    return torch.zeros(*x.shape[:3], x.shape[3] + 1, dtype=x.dtype)[..., :-1]
+
+
+def _unaligned_start(x: torch.Tensor) -> torch.Tensor:
+    """A view of the same shape and strides that starts 2 bytes late."""
+    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+
+
+def check_refusal(stage: Stage, name: str) -> None:
+    """The bad call raises the right error, with its words and the stage that lifts the rule."""
+    arguments, error, words, rule = refusals(stage)[name]
+    try:
+        stage.attention(**arguments)
+    except error as raised:
+        text = str(raised)
+    else:
+        raise AssertionError(f"{name}: nothing was raised")
+    lifted = stage.config.ENVELOPE.lifted_by.get(rule)
+    wanted = [words] + ([f"stage {lifted:02d} lifts this"] if lifted else [])
+    absent = [word for word in wanted if word not in text]
+    assert not absent, f"{name}: {absent} not in {text!r}"
+
+
+def check_plan(stage: Stage, head_dim: int) -> None:
+    """The plan's resources can work (`Plan.check`)."""
+    stage.config.plan(head_dim).check()
+
+
+def judge(
+    problem: inputs.Problem, out: torch.Tensor, lse: torch.Tensor
+) -> list[numerics.Comparison]:
+    """Compare a forward result with the oracle, by the tolerance rule. Returns both verdicts."""
+    arguments = {"softmax_scale": problem.softmax_scale}
+    truth = reference.attention(problem.q, problem.k, problem.v, **arguments)
+    yardstick = reference.same_precision(problem.q, problem.k, problem.v, **arguments)
+    return [
+        numerics.compare(out, truth.out, yardstick[0], ignore=truth.ignore, name="out"),
+        numerics.compare(lse, truth.lse, yardstick[1], name="lse"),
+    ]
+
+
+def check_model(stage: Stage, case: Case) -> list[numerics.Comparison]:
+    """The stage's model computes the case within tolerance; its schedule comes to an end."""
+    problem = case.problem()
+    run = stage.simulate(problem.q, problem.k, problem.v, softmax_scale=problem.softmax_scale)
+    return [verdict.check() for verdict in judge(problem, run.out, run.lse)]
+
+
+# ---- compile tier --------------------------------------------------------------------------
+
+
+def compile_skip_reason() -> str | None:
+    """Why this machine cannot compile, or None."""
+    try:
+        require_dsl()
+    except DslMissing as missing:
+        return str(missing)
+    return None
+
+
+def plan_facts(plan: Plan) -> dict[str, object]:
+    """What follows from a plan for the compiled code, by name of `facts.FACT_NAMES`."""
+    return {
+        "threads": plan.threads,
+        "mbarrier_inits": sum(row.stages for row in plan.barriers if row.kind == "mbarrier"),
+        "tmem_columns": sum(row.columns for row in plan.tmem if not row.aliases),
+        "named_barriers": sum(row.stages for row in plan.barriers if row.kind == "named"),
+    }
+
+
+NO_SPILLS = {"stack_bytes": 0, "spill_instructions": 0, "local_bytes": 0}
+
+
+def compiled_facts(kernel: CompiledKernel) -> dict[str, object]:
+    """All facts of a compiled kernel by name (`facts.FACT_NAMES`). MissingTool without nvdisasm."""
+    sass = report(kernel.cubin, d_qk=kernel.key.head_dim)
+    return facts.flat(facts.ptx_facts(kernel.ptx), sass)
+
+
+def check_facts(stage: Stage, kernel: CompiledKernel) -> None:
+    """The compiled code shows what the plan and, for sm_100a, `config.DECLARED` say."""
+    plan = stage.config.plan(kernel.key.head_dim)
+    assert kernel.smem_bytes == plan.smem_bytes, (
+        f"the launch has {kernel.smem_bytes} B of shared memory, the plan {plan.smem_bytes} B"
+    )
+    declared = {**NO_SPILLS, **plan_facts(plan)}
+    if kernel.key.arch == "sm_100a":
+        declared |= stage.config.DECLARED[kernel.key.head_dim]
+    mismatches = facts.compare_with(declared, compiled_facts(kernel))
+    assert not mismatches, f"{kernel.key.name}:\n" + "\n".join(mismatches)

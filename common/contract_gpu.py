@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gpu tier of the contract: what a stage's kernel must do on this machine's GPU.
+
+Every launch writes into poisoned memory with guards around it, so an element that was not written,
+or one too many, is found. Runs: host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from . import inputs, numerics
+from .contract import Case, compile_skip_reason, judge
+from .envelope import check
+from .launch import kernel_for, launch, native_arch
+from .stage import Stage
+
+GUARD = 256  # elements before and after an output that must stay untouched
+
+
+def gpu_skip_reason(stage: Stage) -> str | None:
+    """Why this machine cannot run the stage's kernel, or None."""
+    if not torch.cuda.is_available():
+        return "no CUDA GPU here"
+    arch = native_arch(torch.device("cuda"))
+    if arch not in stage.config.ARCHS:
+        return f"stage {stage.tag} does not run on {torch.cuda.get_device_name()}"
+    return compile_skip_reason()
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, device) -> tuple[torch.Tensor, Callable]:
+    """A poisoned tensor inside poisoned storage, and a check that its surroundings still are."""
+    size = torch.Size(shape).numel()
+    storage = numerics.poison_(torch.empty(size + 2 * GUARD, dtype=dtype, device=device))
+
+    def check_guards() -> None:
+        outside = torch.cat([storage[:GUARD], storage[-GUARD:]])
+        changed = 2 * GUARD - numerics.unwritten(outside)
+        assert not changed, f"{changed} elements outside the output were written"
+
+    return storage[GUARD:-GUARD].view(shape), check_guards
+
+
+def run_problem(stage: Stage, problem: inputs.Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the stage's kernel into poisoned, guarded memory; inputs must not change."""
+    q, k, v = problem.q, problem.k, problem.v
+    checked = check(stage, q, k, v, problem.softmax_scale)
+    kernel = kernel_for(stage, checked, q.device)
+    out, check_out = guarded(q.shape, q.dtype, q.device)
+    lse_shape = (checked.batch, checked.heads, checked.seqlen_q)
+    lse, check_lse = guarded(lse_shape, torch.float32, q.device)
+    before = [x.clone() for x in (q, k, v)]
+    launch(kernel, checked, q, k, v, out, lse)
+    torch.cuda.synchronize(q.device)
+    check_out()
+    check_lse()
+    for name, was, now in zip("qkv", before, (q, k, v)):
+        assert torch.equal(_bits(was), _bits(now)), f"{name} was written"
+    return out, lse
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int16)
+
+
+def check_gpu_case(stage: Stage, case: Case) -> list[numerics.Comparison]:
+    """The kernel computes the case within tolerance on this machine's GPU."""
+    problem = case.problem("cuda")
+    return [verdict.check() for verdict in judge(problem, *run_problem(stage, problem))]
+
+
+def _some(stage: Stage, **changes) -> inputs.Problem:
+    envelope = stage.config.ENVELOPE
+    sizes = {"seqlen_q": 256, "seqlen_k": 384, "batch": 2, "heads": 3}
+    return Case(
+        **{
+            "generator": "llm_like",
+            "dtype": envelope.dtypes[0],
+            "head_dim": envelope.head_dims[-1],
+            **sizes,
+            **changes,
+        }
+    ).problem("cuda")
+
+
+def gpu_public_op(stage: Stage) -> None:
+    """`attention` gives the same bits as the checked launch, with and without the LSE."""
+    problem = _some(stage)
+    out, lse = run_problem(stage, problem)
+    same, same_lse = stage.attention(problem.q, problem.k, problem.v, return_lse=True)
+    alone = stage.attention(problem.q, problem.k, problem.v)
+    assert torch.equal(out, same) and torch.equal(lse, same_lse) and torch.equal(out, alone)
+
+
+def gpu_softmax_scale(stage: Stage) -> None:
+    """A scale of the caller's own."""
+    made = _some(stage)
+    problem = inputs.Problem(made.q, made.k, made.v, made.dout, softmax_scale=0.3)
+    for verdict in judge(problem, *run_problem(stage, problem)):
+        verdict.check()
+
+
+def gpu_repeats(stage: Stage, times: int = 50) -> None:
+    """The same bits every time."""
+    problem = _some(stage)
+    first = stage.attention(problem.q, problem.k, problem.v, return_lse=True)
+    for turn in range(times):
+        again = stage.attention(problem.q, problem.k, problem.v, return_lse=True)
+        assert all(map(torch.equal, first, again)), f"repeat {turn} differs"
+
+
+def gpu_two_streams(stage: Stage) -> None:
+    """Launches on two side streams at once, each on the stream that is current."""
+    problems = [_some(stage, generator=name) for name in ("gaussian", "llm_like")]
+    alone = [stage.attention(row.q, row.k, row.v) for row in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    together: list[list[torch.Tensor]] = [[], []]
+    for _ in range(10):
+        for index, (row, stream) in enumerate(zip(problems, streams)):
+            with torch.cuda.stream(stream):
+                together[index].append(stage.attention(row.q, row.k, row.v))
+    torch.cuda.synchronize()
+    for wanted, found in zip(alone, together):
+        assert all(torch.equal(wanted, out) for out in found)
+
+
+def gpu_stream_order(stage: Stage) -> None:
+    """The kernel waits for work queued before it on its stream: inputs that come late."""
+    problem = _some(stage)
+    wanted = stage.attention(problem.q, problem.k, problem.v)
+    late = torch.full_like(problem.q, float("nan"))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(problem.q)
+        out = stage.attention(late, problem.k, problem.v)
+    torch.cuda.synchronize()
+    assert torch.equal(out, wanted)
+
+
+def gpu_strided_views(stage: Stage) -> None:
+    """(b, h, s, d) storage seen as (b, s, h, d); only V transposed; a size-1 batch, odd stride."""
+    made = _some(stage, batch=1)
+    plain = stage.attention(made.q, made.k, made.v)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (made.q, made.k, made.v)]
+    assert torch.equal(plain, stage.attention(*turned))
+    assert torch.equal(plain, stage.attention(made.q, made.k, turned[2]))
+    odd = made.q.as_strided(made.q.shape, (1, *made.q.stride()[1:]))
+    assert torch.equal(plain, stage.attention(odd, made.k, made.v))
+
+
+def gpu_broadcast_batch(stage: Stage) -> None:
+    """Stride 0 along the batch: one K and V for all."""
+    made = _some(stage, batch=1)
+    q = torch.cat([made.q, made.q * 0.5])
+    k, v = (x.expand(2, -1, -1, -1) for x in (made.k, made.v))
+    wanted = stage.attention(q, k.contiguous(), v.contiguous())
+    assert torch.equal(wanted, stage.attention(q, k, v))
+
+
+def gpu_live_nan(stage: Stage) -> None:
+    """A NaN query row makes that row NaN and no other; a NaN key makes all rows of its head NaN."""
+    for name, at in {"q": (0, 5, 1, 7), "k": (1, 300, 2, 0)}.items():
+        problem = _some(stage)
+        getattr(problem, name)[at] = float("nan")
+        out, lse = run_problem(stage, problem)
+        for verdict in judge(problem, out, lse):
+            verdict.check()
+        rows = out.isnan().any(-1).sum().item()
+        assert rows == (1 if name == "q" else problem.q.shape[1]), f"{rows} NaN rows from {name}"
+
+
+def gpu_many_heads(stage: Stage) -> None:
+    """Batch x heads of 71 280, beyond what a second or third grid axis can count."""
+    head_dim = stage.config.ENVELOPE.head_dims[0]
+    base = _some(stage, batch=1, heads=1, seqlen_q=128, seqlen_k=128, head_dim=head_dim)
+    wanted = stage.attention(base.q, base.k, base.v)
+    q, k, v = (x.expand(264, -1, 270, -1) for x in (base.q, base.k, base.v))
+    out = stage.attention(q, k, v)
+    assert torch.equal(out, wanted.expand_as(out))
+
+
+def gpu_far_offsets(stage: Stage) -> None:
+    """Element offsets beyond 2**31 in each tensor, by strides."""
+    made = _some(stage, batch=2, heads=1)
+    wanted = stage.attention(made.q, made.k, made.v)
+    far = 2**31 + 1024
+    tensors = []
+    for x in (made.q, made.k, made.v):
+        storage = torch.empty(far + x[0].numel(), dtype=x.dtype, device=x.device)
+        view = storage.as_strided(x.shape, (far, *x.stride()[1:]))
+        view.copy_(x)
+        tensors.append(view)
+    assert torch.equal(wanted, stage.attention(*tensors))
+
+
+GPU_CHECKS: dict[str, Callable[[Stage], None]] = {
+    check.__name__.removeprefix("gpu_"): check
+    for check in (
+        gpu_public_op,
+        gpu_softmax_scale,
+        gpu_repeats,
+        gpu_two_streams,
+        gpu_stream_order,
+        gpu_strided_views,
+        gpu_broadcast_batch,
+        gpu_live_nan,
+        gpu_many_heads,
+        gpu_far_offsets,
+    )
+}

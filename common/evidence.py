@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ran where: the schema of `stages/NN/evidence.json`, and whether it is still true.
+
+A run names the hash of the PTX that ran. CI has no GPU, so a test compiles that target again and
+compares hashes: a kernel whose code changed since has no evidence until it is run again.
+Runs: host.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+from .compile import compile_stage, versions
+from .ptx import ptx_hash
+from .stage import Stage
+
+SCHEMA = 1
+RUN_FIELDS = {
+    "date": str,  # ISO date
+    "gpu": str,  # as the driver names it
+    "driver": str,
+    "torch": str,
+    "dsl": str,  # version of nvidia-cutlass-dsl
+    "target": str,  # architecture the PTX that ran was compiled for
+    "mode": str,  # "native", or "rewritten" for sm_100a PTX executed on sm_90
+    "command": str,
+    "kernels": list,
+    "tests": dict,  # passed, failed, skipped
+    "notes": str,
+}
+KERNEL_FIELDS = {
+    "key": str,  # CompileKey.name
+    "dtype": str,
+    "head_dim": int,
+    "ptx_sha256": str,  # common.ptx.ptx_hash of the PTX that ran
+    "registers": int,
+    "cases": int,
+    "failed": int,
+    "worst": dict,  # generator, case, metric, value, baseline, limit of the tightest comparison
+}
+MODES = ("native", "rewritten")
+
+
+class EvidenceError(ValueError):
+    """Evidence that does not follow the schema; the message says where."""
+
+
+def validate(evidence: dict[str, Any], stage: Stage) -> None:
+    """Raise EvidenceError unless `evidence` follows the schema and is about `stage`."""
+    if evidence.get("schema") != SCHEMA or evidence.get("stage") != stage.number:
+        raise EvidenceError(f"expected schema {SCHEMA} and stage {stage.number}")
+    for number, run in enumerate(evidence.get("runs", [])):
+        _fields(run, RUN_FIELDS, f"run {number}")
+        if run["mode"] not in MODES:
+            raise EvidenceError(f"run {number}: mode {run['mode']!r} is not one of {MODES}")
+        if not run["kernels"]:
+            raise EvidenceError(f"run {number} names no kernel")
+        for kernel in run["kernels"]:
+            _fields(kernel, KERNEL_FIELDS, f"run {number}, kernel {kernel.get('key')}")
+
+
+def _fields(row: dict, fields: dict[str, type], where: str) -> None:
+    for name, kind in fields.items():
+        if not isinstance(row.get(name), kind):
+            raise EvidenceError(f"{where}: {name} must be a {kind.__name__}; got {row.get(name)!r}")
+
+
+def stale(stage: Stage, evidence: dict[str, Any] | None = None) -> list[str]:
+    """Why each recorded run is not about today's code; empty when all of it still holds.
+
+    Compiles each recorded kernel for the recorded target and compares PTX hashes.
+    """
+    evidence = stage.evidence if evidence is None else evidence
+    reasons = []
+    for run in evidence["runs"]:
+        installed = versions()["nvidia-cutlass-dsl"]
+        if run["dsl"] != installed:
+            reasons.append(f"{run['date']}: ran with DSL {run['dsl']}, installed is {installed}")
+            continue
+        for kernel in run["kernels"]:
+            now = compile_stage(
+                stage, arch=run["target"], dtype=kernel["dtype"], head_dim=kernel["head_dim"]
+            )
+            if ptx_hash(now.ptx) != kernel["ptx_sha256"]:
+                reasons.append(
+                    f"{kernel['key']}: the code that ran on {run['gpu']} on {run['date']} is not "
+                    f"today's; run `flash-ladder verify {stage.number}` on such a GPU"
+                )
+            if kernel["failed"]:
+                reasons.append(f"{kernel['key']}: {kernel['failed']} cases failed on {run['gpu']}")
+    return reasons
+
+
+def add(path: pathlib.Path, stage: Stage, run: dict[str, Any]) -> dict[str, Any]:
+    """Write `run` to the evidence file at `path`; it replaces one of the same GPU and target.
+
+    Returns the evidence written. Raises EvidenceError when the result breaks the schema.
+    """
+    old = json.loads(path.read_text())["runs"] if path.is_file() else []
+    mark = ("gpu", "target", "mode")
+    kept = [row for row in old if any(row[name] != run[name] for name in mark)]
+    evidence = {"schema": SCHEMA, "stage": stage.number, "runs": [*kept, run]}
+    validate(evidence, stage)
+    path.write_text(json.dumps(evidence, indent=1) + "\n")
+    return evidence
