@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fences of the pages: stage diffs, code by symbol, tables from the plans and the evidence.
+
+mkdocs.yml registers each as a custom fence of pymdownx.superfences, so any builder that runs
+Python-Markdown renders them. Attributes are quoted: ```` ```roles stage="01" head_dim="128" ````.
+The body of a fence is what a reader of the bare file sees; the site replaces it. A fence that
+cannot be rendered raises FenceError, which ends the build. Runs: host, while the site is built.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import json
+from pathlib import Path
+from types import ModuleType
+
+import flash_ladder
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import DiffLexer, PythonLexer
+from pymdownx.superfences import SuperFencesException
+
+from .diff import diff_file
+from .plan import Arrival, Barrier, Plan
+
+ROOTS = {"stages": Path(flash_ladder.__file__).parent, "common": Path(__file__).parent}
+DIFF_LINES = 60  # a longer diff shows its first hunks and the command for the rest
+ATTRIBUTES = {  # fence: required and optional attributes
+    "stage-diff": (("a", "b", "file"), ("context",)),
+    "code": (("address",), ()),
+    "config-table": (("stage", "head_dim", "table"), ()),
+    "roles": (("stage", "head_dim"), ()),
+    "results": (("stage",), ()),
+    "ladder": ((), ()),
+}
+NOT_EXECUTED = "Not yet executed on hardware."
+MARKS = {"M": "measured", "D": "derived", "Q": "quoted"}
+MODES = {"native": "native", "rewritten": "rewritten from sm_100a"}
+
+
+class FenceError(SuperFencesException):
+    """A fence that cannot be rendered; superfences lets only this class of error end a build."""
+
+
+def validate(language, inputs, options, attrs, md) -> bool:
+    """The validator of all these fences: takes exactly the attributes of `language`, all quoted.
+
+    Fences are looked up by name here, since a builder may pickle its configuration and a closure
+    cannot be pickled.
+    """
+    required, optional = ATTRIBUTES[language]
+    missing = [name for name in required if name not in inputs]
+    strangers = sorted(set(inputs) - {*required, *optional})
+    if missing or strangers:
+        raise FenceError(
+            f"fence {language}: missing {missing}, unknown {strangers}; required are "
+            f'{list(required)}, optional {list(optional)}, written name="value"'
+        )
+    options.update(inputs)
+    return True
+
+
+def mark(letter: str, detail: str) -> str:
+    """The provenance mark behind a number: M measured, D derived, Q quoted, with its detail."""
+    if letter not in MARKS:
+        raise FenceError(f"mark {letter!r} is unknown; allowed: {sorted(MARKS)}")
+    title = html.escape(f"{MARKS[letter]}: {detail}")
+    return f'<abbr class="fl-mark" title="{title}">{letter}</abbr>'
+
+
+def _number(text: str, flag: str = "stage") -> int:
+    if not text.isdigit() or int(text) not in flash_ladder.STAGES:
+        known = sorted(flash_ladder.STAGES)
+        raise FenceError(f'{flag}="{text}" is no stage; stages are {known[0]:02d} ... {known[-1]}')
+    return int(text)
+
+
+def stage_folder(number: int) -> Path:
+    """Folder of a stage, whether it exists or not."""
+    return ROOTS["stages"] / f"{number:02d}"
+
+
+def stage_config(number: int) -> ModuleType:
+    """`config.py` of a stage; importing it leaves no bytecode beside the sources."""
+    try:
+        return flash_ladder.load(number).config
+    except ValueError as error:
+        raise FenceError(f"nothing to show of stage {number:02d}: {error}") from error
+
+
+def _table(headings: list[str], rows: list[list[str]], caption: str) -> str:
+    """An HTML table; cells and caption are HTML already."""
+    head = "".join(f"<th>{heading}</th>" for heading in headings)
+    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return (
+        f"<table>\n<caption>{caption}</caption>\n<thead><tr>{head}</tr></thead>\n"
+        f"<tbody>\n{body}\n</tbody>\n</table>"
+    )
+
+
+def _code(text: str) -> str:
+    return f"<code>{html.escape(text)}</code>"
+
+
+# --- stage-diff ---------------------------------------------------------------------------------
+
+
+def _one_diff(a: int, b: int, name: str, context: int) -> str:
+    try:
+        diff = diff_file(stage_folder(a), stage_folder(b), name, context)
+    except FileNotFoundError as error:
+        raise FenceError(f"fence stage-diff: {error}") from error
+    if diff.state == "same":
+        return f"<p>{_code(name)} is the same in stages {a:02d} and {b:02d}.</p>"
+    notes = {"changed": "", "new": " · new file", "gone": " · removed"}
+    caption = f"{html.escape(name)} · stage {a:02d} → {b:02d}{notes[diff.state]}"
+    lines = diff.first_lines(DIFF_LINES)
+    shown = highlight("\n".join(lines), DiffLexer(stripnl=False), HtmlFormatter())
+    rest = len(diff.lines) - len(lines)
+    more = f'<p class="fl-more">{rest} more lines: {_code(diff.command)}</p>' if rest else ""
+    return f'<p class="fl-caption">{caption}</p>{shown}{more}'
+
+
+def stage_diff(source, language, css_class, options, md, **kwargs) -> str:
+    """Fence `stage-diff a= b= file= [context=]`: what changes in the named files."""
+    a, b = _number(options["a"], "a"), _number(options["b"], "b")
+    context = options.get("context", "3")
+    if not context.isdigit():
+        raise FenceError(f'fence stage-diff: context="{context}" is not a number of lines')
+    names = options["file"].replace(",", " ").split()
+    diffs = "\n".join(_one_diff(a, b, name, int(context)) for name in names)
+    return f'<div class="fl-diff">\n{diffs}\n</div>'
+
+
+# --- code ---------------------------------------------------------------------------------------
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators = [item.lineno for item in getattr(node, "decorator_list", [])]
+    return min([node.lineno, *decorators])
+
+
+def symbols(source: str) -> dict[str, tuple[int, int]]:
+    """First and last line of what Python `source` defines: functions, classes, constants.
+
+    Methods and constants of a class are named `Class.method`.
+    """
+    found: dict[str, tuple[int, int]] = {}
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            names = []
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names = [node.name]
+            elif isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names = [node.target.id]
+            for name in names:
+                found[prefix + name] = (_first_line(node), node.end_lineno)
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{prefix}{node.name}.")
+
+    visit(ast.parse(source).body, "")
+    return found
+
+
+def _source_file(address: str) -> Path:
+    root, _, rest = address.partition("/")
+    if root not in ROOTS or not rest or ".." in Path(rest).parts:
+        raise FenceError(f"fence code: {address!r} does not start with {sorted(ROOTS)}")
+    path = ROOTS[root] / rest
+    if not path.is_file():
+        raise FenceError(f"fence code: there is no file {address}")
+    return path
+
+
+def code(source, language, css_class, options, md, **kwargs) -> str:
+    """Fence `code address=FILE::SYMBOL`: the source of one symbol with its line numbers."""
+    file, _, symbol = options["address"].partition("::")
+    text = _source_file(file).read_text(encoding="utf-8")
+    known = symbols(text)
+    if symbol not in known:
+        raise FenceError(f"fence code: {file} has no {symbol!r}; known: {', '.join(known)}")
+    first, last = known[symbol]
+    lines = "\n".join(text.splitlines()[first - 1 : last])
+    shown = highlight(lines, PythonLexer(), HtmlFormatter(linenos="table", linenostart=first))
+    caption = f"{html.escape(file)} · {_code(symbol)} · lines {first}-{last}"
+    return f'<div class="fl-code">\n<p class="fl-caption">{caption}</p>\n{shown}\n</div>'
+
+
+# --- config-table and roles ---------------------------------------------------------------------
+
+
+def _plan(options: dict[str, str]) -> tuple[int, int, Plan]:
+    number, head_dim = _number(options["stage"]), options["head_dim"]
+    allowed = stage_config(number).ENVELOPE.head_dims
+    if head_dim not in {str(size) for size in allowed}:
+        raise FenceError(f'head_dim="{head_dim}" is outside stage {number:02d}: {list(allowed)}')
+    return number, int(head_dim), stage_config(number).plan(int(head_dim))
+
+
+def _warps(warps: range) -> str:
+    first, last = warps[0], warps[-1]
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _arrivals(arrivals: tuple[Arrival, ...], plan: Plan) -> str:
+    parts = [f"{row.role} ({row.count(plan)} by {row.unit})" for row in arrivals]
+    return html.escape(" + ".join(parts))
+
+
+def _role_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for role in plan.roles:
+        budget = role.registers or plan.launch_registers or "compiler's choice"
+        cells = [role.name, _warps(role.warps), str(role.threads), str(budget), role.does]
+        rows.append([html.escape(cell) for cell in cells])
+    return ["role", "warps", "threads", "registers a thread", "does"], rows
+
+
+def _barrier_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for row in plan.barriers:
+        kind = row.kind if row.number is None else f"{row.kind} {row.number}"
+        first = "passes" if row.first_wait_passes else "waits"
+        rows.append(
+            [
+                _code(row.name),
+                kind,
+                _arrivals(row.producers, plan),
+                _arrivals(row.consumers, plan),
+                str(row.arrivals(plan)),
+                str(row.stages),
+                first,
+                str(row.tx_bytes or "-"),
+                html.escape(row.guards),
+            ]
+        )
+    headings = ["barrier", "kind", "arrive", "wait", "count", "stages", "first wait", "bytes"]
+    return [*headings, "guards"], rows
+
+
+def _tmem_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for region in plan.tmem:
+        columns = f"{region.column}-{region.column + region.columns - 1}"
+        aliases = ", ".join(region.aliases) or "-"
+        rows.append([_code(region.name), columns, str(region.columns), region.holds, aliases])
+    return ["region", "columns", "width", "holds", "shares columns with"], rows
+
+
+def _smem_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for row in plan.smem:
+        sizes = [f"{row.slot_bytes:,}", str(row.stages), f"{row.total_bytes:,}", str(row.align)]
+        holds = html.escape(row.holds + (f" (in {', '.join(row.aliases)})" if row.aliases else ""))
+        rows.append([_code(row.name), *sizes, holds])
+    if rows:
+        rows.append(["a CTA", "", "", f"{plan.smem_bytes:,}", "", "with alignment and sharing"])
+    return ["buffer", "bytes a slot", "slots", "bytes", "aligned to", "holds"], rows
+
+
+def _envelope_rows(envelope) -> tuple[list[str], list[list[str]]]:
+    allowed = {
+        "dtype": ", ".join(envelope.dtypes),
+        "head_dim": ", ".join(map(str, envelope.head_dims)),
+        "seqlen": f"positive multiples of {envelope.seqlen_multiple}",
+        "heads": "grouped or equal" if envelope.grouped_heads else "as many for k and v as for q",
+        "strides": "1 along the head dim, the others multiples of 16 bytes",
+        "grad": "forward and backward" if envelope.differentiable else "forward only",
+    }
+    for rule in envelope.lifted_by:
+        allowed.setdefault(rule, "restricted")
+    lifted = {rule: f"stage {stage:02d}" for rule, stage in envelope.lifted_by.items()}
+    rows = [
+        [_code(rule), html.escape(text), lifted.get(rule, "-")] for rule, text in allowed.items()
+    ]
+    return ["rule", "accepted", "lifted by"], rows
+
+
+def _value(value) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_value(item)}" for key, item in value.items())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return ", ".join(_value(item) for item in value)
+    return str(value)
+
+
+def _declared_rows(declared: dict) -> tuple[list[str], list[list[str]]]:
+    rows = [[_code(name), html.escape(_value(value))] for name, value in declared.items()]
+    return ["fact", "declared"], rows
+
+
+TABLES = {
+    "roles": lambda config, plan, head_dim: _role_rows(plan),
+    "barriers": lambda config, plan, head_dim: _barrier_rows(plan),
+    "tmem": lambda config, plan, head_dim: _tmem_rows(plan),
+    "smem": lambda config, plan, head_dim: _smem_rows(plan),
+    "envelope": lambda config, plan, head_dim: _envelope_rows(config.ENVELOPE),
+    "declared": lambda config, plan, head_dim: _declared_rows(config.DECLARED[head_dim]),
+}
+EMPTY = {
+    "barriers": "uses no barriers",
+    "tmem": "uses no tensor memory",
+    "smem": "uses no shared memory",
+    "declared": "declares nothing about the compiled code yet",
+}
+
+
+def config_table(source, language, css_class, options, md, **kwargs) -> str:
+    """Fence `config-table stage= head_dim= table=`: one table of the stage's config.py."""
+    number, head_dim, plan = _plan(options)
+    table = options["table"]
+    if table not in TABLES:
+        raise FenceError(f'fence config-table: table="{table}" is not one of {sorted(TABLES)}')
+    headings, rows = TABLES[table](stage_config(number), plan, head_dim)
+    if not rows:
+        return f"<p>Stage {number:02d} {EMPTY[table]} (head dim {head_dim}).</p>"
+    detail = f"stages/{number:02d}/config.py, head dim {head_dim}"
+    if table == "declared":
+        detail += "; the tests compare it with the compiled code"
+    return _table(headings, rows, f"{table} · head dim {head_dim} {mark('D', detail)}")
+
+
+def _edges(barriers: tuple[Barrier, ...]) -> dict[tuple[str, str], list[str]]:
+    """Barrier names by (who arrives, who waits)."""
+    edges: dict[tuple[str, str], list[str]] = {}
+    for barrier in barriers:
+        for producer in barrier.producers:
+            for consumer in barrier.consumers:
+                edges.setdefault((producer.role, consumer.role), []).append(barrier.name)
+    return edges
+
+
+def roles(source, language, css_class, options, md, **kwargs) -> str:
+    """Fence `roles stage= head_dim=`: who signals whom, as a mermaid graph."""
+    _, _, plan = _plan(options)
+    lines = ["flowchart LR"]
+    for role in plan.roles:
+        lines.append(f'    {role.name}["{role.name}<br/>warps {_warps(role.warps)}"]')
+    for (producer, consumer), names in _edges(plan.barriers).items():
+        lines.append(f'    {producer} -->|"{", ".join(names)}"| {consumer}')
+    graph = html.escape("\n".join(lines), quote=False)
+    return f'<pre class="mermaid"><code>{graph}</code></pre>'
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+def evidence_runs(number: int) -> list[dict]:
+    """The recorded runs of a stage; empty when nothing has been recorded."""
+    path = stage_folder(number) / "evidence.json"
+    if not path.is_file():
+        return []
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("runs", [])
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise FenceError(f"stages/{number:02d}/evidence.json cannot be read: {error}") from error
+
+
+def _figure(value) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _source_of(run: dict) -> str:
+    """What a measured number's mark says: GPU, driver, date, command."""
+    parts = [run.get("gpu", "unknown GPU"), f"driver {run.get('driver', 'unknown')}"]
+    parts += [run.get("date", "no date"), run.get("command", "no command")]
+    return ", ".join(parts)
+
+
+RESULT_HEADINGS = [
+    "date",
+    "GPU",
+    "code",
+    "kernel",
+    "registers",
+    "cases",
+    "failed",
+    "tightest comparison",
+    "error",
+    "torch's error",
+    "ratio",
+    "limit",
+]
+
+
+def _kernel_row(run: dict, kernel: dict) -> list[str]:
+    """Cells under RESULT_HEADINGS; what was not recorded is a dash."""
+
+    def marked(value, letter: str, detail: str) -> str:
+        return "-" if value is None else f"{_figure(value)} {mark(letter, detail)}"
+
+    source = _source_of(run)
+    worst = kernel.get("worst", {})
+    own = worst.get("value", worst.get("max_abs"))
+    base = worst.get("baseline", worst.get("baseline_max_abs"))
+    ratio = worst.get("ratio", own / base if own is not None and base else None)
+    compared = [str(worst[name]) for name in ("generator", "case", "metric") if name in worst]
+    mode = MODES.get(run.get("mode"), "unknown")
+    return [
+        html.escape(run.get("date", "-")),
+        html.escape(run.get("gpu", "-")),
+        html.escape(f"{mode}, {run.get('target', '-')}"),
+        _code(kernel.get("key", "-")),
+        marked(kernel.get("registers"), "M", source),
+        marked(kernel.get("cases"), "M", source),
+        marked(kernel.get("failed"), "M", source),
+        html.escape(", ".join(compared) or "-"),
+        marked(own, "M", source),
+        marked(base, "M", source),
+        marked(ratio, "D", "error / torch's error, same inputs and precision"),
+        marked(worst.get("limit"), "D", "tolerance rule of common.contract"),
+    ]
+
+
+def _tests_line(run: dict) -> str:
+    """How the tests of a run ended, as a sentence; empty when they were not recorded."""
+    tests = run.get("tests")
+    if not tests:
+        return ""
+    measured = mark("M", _source_of(run))
+    counts = ", ".join(
+        f"{tests[name]} {measured} {name}"
+        for name in ("passed", "failed", "skipped")
+        if name in tests
+    )
+    notes = f" {html.escape(run['notes'])}" if run.get("notes") else ""
+    return f"<p>Tests on {html.escape(_source_of(run))}: {counts}.{notes}</p>"
+
+
+def results(source, language, css_class, options, md, **kwargs) -> str:
+    """Fence `results stage=`: what ran where, every number with its mark."""
+    number = _number(options["stage"])
+    runs = evidence_runs(number)
+    if not runs:
+        return f"<p>{NOT_EXECUTED}</p>"
+    rows = [_kernel_row(run, kernel) for run in runs for kernel in run.get("kernels", [])]
+    caption = f"stage {number:02d} · stages/{number:02d}/evidence.json"
+    table = _table(RESULT_HEADINGS, rows, caption) if rows else ""
+    return "\n".join([table, *(_tests_line(run) for run in runs)])
+
+
+# --- ladder -------------------------------------------------------------------------------------
+
+
+def _status(number: int) -> str:
+    """What can be said of a stage: planned, not yet executed, or where it ran and how it ended."""
+    if not (stage_folder(number) / "kernel.py").is_file():
+        return "planned"
+    runs = evidence_runs(number)
+    if not runs:
+        return NOT_EXECUTED.lower().rstrip(".")
+    last = runs[-1]
+    failed = sum(kernel.get("failed", 0) for kernel in last.get("kernels", []))
+    failed += last.get("tests", {}).get("failed", 0)
+    mode = MODES.get(last.get("mode"), "unknown")
+    text = f"{'fails' if failed else 'runs'} on {last.get('gpu', 'unknown GPU')}, {mode}"
+    return f"{html.escape(text)} {mark('M', _source_of(last))}"
+
+
+def ladder(source, language, css_class, options, md, **kwargs) -> str:
+    """Fence `ladder`: the stages, one idea each, and how far each has come."""
+    rows = []
+    for number, name in flash_ladder.STAGES.items():
+        folder, label = stage_folder(number), html.escape(name)
+        if (folder / "README.md").is_file():
+            label = f'<a href="stages/{number:02d}/">{label}</a>'
+        written = (folder / "kernel.py").is_file()
+        idea = html.escape(stage_config(number).IDEA) if written else "-"
+        rows.append([f"{number:02d}", label, idea, _status(number)])
+    return _table(["stage", "name", "one idea", "status"], rows, "the ladder")

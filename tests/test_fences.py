@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every fence of the pages, on a temporary pair of stages and on the real stage 01."""
+
+import json
+import re
+
+import pytest
+
+markdown = pytest.importorskip("markdown", reason="the documentation extra is not installed")
+pytest.importorskip("pymdownx", reason="the documentation extra is not installed")
+
+import flash_ladder  # noqa: E402
+from flash_ladder.common import fences, plan  # noqa: E402
+
+RUN = {
+    "date": "2026-11-29",
+    "gpu": "NVIDIA H200",
+    "driver": "580.159.04",
+    "target": "sm_90a",
+    "mode": "rewritten",
+    "command": "flash-ladder verify 1",
+    "kernels": [
+        {
+            "key": "bf16-d128",
+            "cases": 60,
+            "failed": 0,
+            "worst": {
+                "generator": "llm_like",
+                "metric": "max_abs",
+                "value": 0.00125,
+                "baseline": 0.0025,
+                "limit": 0.005,
+            },
+            "a key of tomorrow": 1,
+        }
+    ],
+    "tests": {"passed": 12, "failed": 0, "skipped": 3},
+    "notes": "a <note>",
+}
+
+
+def render(text: str) -> str:
+    """HTML of a Markdown text, with the fences registered as in mkdocs.yml."""
+    custom = [
+        {
+            "name": name,
+            "class": name,
+            "format": getattr(fences, name.replace("-", "_")),
+            "validator": fences.validate,
+        }
+        for name in fences.ATTRIBUTES
+    ]
+    config = {"pymdownx.superfences": {"relaxed_headers": True, "custom_fences": custom}}
+    return markdown.markdown(text, extensions=["pymdownx.superfences"], extension_configs=config)
+
+
+def fence(head: str, body: str = "the bare file shows this") -> str:
+    return render(f"```{head}\n{body}\n```\n")
+
+
+def text_of(page: str) -> str:
+    return re.sub(r"<[^>]+>", "", page)
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """Two stage folders; the fences look there instead of at the real stages."""
+    folders = tmp_path / "01", tmp_path / "02"
+    for folder in folders:
+        folder.mkdir()
+        (folder / "kernel.py").write_text("TILE = 128\n")
+    monkeypatch.setitem(fences.ROOTS, "stages", tmp_path)
+    return folders
+
+
+def test_stage_diff_shows_changed_new_and_equal_files(pair):
+    (pair[1] / "kernel.py").write_text("TILE = 256\n")
+    (pair[1] / "load.py").write_text("X = '<b>'\n")
+    for folder in pair:
+        (folder / "mma.py").write_text("Y = 1\n")
+    page = fence('stage-diff a="01" b="02" file="kernel.py load.py, mma.py"')
+    assert "kernel.py · stage 01 → 02" in page
+    assert '<span class="gd">-TILE = 128</span>' in page
+    assert '<span class="gi">+TILE = 256</span>' in page
+    assert "load.py · stage 01 → 02 · new file" in page
+    assert "&lt;b&gt;" in page
+    assert "mma.py is the same in stages 01 and 02." in text_of(page)
+    assert "the bare file shows this" not in page
+
+
+def test_stage_diff_takes_context(pair):
+    (pair[0] / "kernel.py").write_text("A = 1\nB = 2\nC = 3\n")
+    (pair[1] / "kernel.py").write_text("A = 1\nB = 2\nC = 4\n")
+    assert "B = 2" in fence('stage-diff a="01" b="02" file="kernel.py"')
+    assert "B = 2" not in fence('stage-diff a="01" b="02" file="kernel.py" context="0"')
+
+
+def test_stage_diff_is_cut_after_60_lines(pair):
+    old = [f"line_{number} = {number}" for number in range(400)]
+    new = [line + "0" if number % 40 == 0 else line for number, line in enumerate(old)]
+    for folder, lines in zip(pair, (old, new)):
+        (folder / "kernel.py").write_text("\n".join(lines) + "\n")
+    page = fence('stage-diff a="01" b="02" file="kernel.py"')
+    shown = re.search(r"<pre>(.*)</pre>", page, re.S).group(1).strip().splitlines()
+    assert len(shown) == 2 + 6 + 5 * 9  # header, first hunk, five of the nine others; a sixth: 62
+    assert len(shown) <= fences.DIFF_LINES
+    command = "git diff --no-index stages/01/kernel.py stages/02/kernel.py"
+    assert f"36 more lines: {command}" in text_of(page)
+
+
+@pytest.mark.parametrize(
+    "head, message",
+    [
+        ('stage-diff a="01" b="02" file="mma.py"', "mma.py is neither in stages/01 nor"),
+        ('stage-diff a="01" b="11" file="kernel.py"', 'b="11" is no stage'),
+        ('stage-diff a="01" b="02" file="kernel.py" context="x"', 'context="x"'),
+        ('stage-diff a="01" file="kernel.py"', "missing ['b']"),
+        ('stage-diff a="01" b="02" file="kernel.py" lines="9"', "unknown ['lines']"),
+        ("stage-diff a=01 b=02 file=kernel.py", 'written name="value"'),
+    ],
+)
+def test_stage_diff_errors_end_the_build(pair, head, message):
+    with pytest.raises(fences.FenceError) as caught:
+        fence(head)
+    assert message in str(caught.value)
+
+
+SOURCE = """import os
+
+TILE: int = 128
+
+
+@staticmethod
+def outer(x):
+    def inner():
+        return x
+
+    return inner
+
+
+class Thing:
+    SIZE = 4
+
+    def method(self):
+        return "<&>"
+"""
+
+
+@pytest.mark.parametrize(
+    "symbol, first, last",
+    [("TILE", 3, 3), ("outer", 6, 11), ("Thing", 14, 18), ("Thing.method", 17, 18)],
+)
+def test_code_shows_a_symbol_with_its_lines(pair, symbol, first, last):
+    (pair[0] / "softmax.py").write_text(SOURCE)
+    page = fence(f'code address="stages/01/softmax.py::{symbol}"')
+    assert f"stages/01/softmax.py · {symbol} · lines {first}-{last}" in text_of(page)
+    assert re.search(rf'"normal"> *{first}</span>', page)
+    code = re.search(r'<td class="code">.*?</td>', page, re.S).group(0)
+    assert len(text_of(code).rstrip().splitlines()) == last - first + 1
+
+
+@pytest.mark.parametrize(
+    "address, message",
+    [
+        ("stages/01/softmax.py::absent", "known: TILE, outer, Thing, Thing.SIZE, Thing.method"),
+        ("stages/01/softmax.py", "has no ''"),
+        ("stages/01/absent.py::x", "there is no file stages/01/absent.py"),
+        ("tests/test_fences.py::fence", "does not start with"),
+        ("stages/../tests/test_fences.py::fence", "does not start with"),
+    ],
+)
+def test_code_errors_end_the_build(pair, address, message):
+    (pair[0] / "softmax.py").write_text(SOURCE)
+    with pytest.raises(fences.FenceError) as caught:
+        fence(f'code address="{address}"')
+    assert message in str(caught.value)
+
+
+def test_code_reads_the_real_stage_and_common():
+    page = fence('code address="stages/01/softmax.py::online_softmax_step"')
+    assert "online_softmax_step" in page and "acc_scale" in page
+    assert "Plan.check" in fence('code address="common/plan.py::Plan.check"')
+
+
+@pytest.mark.parametrize("table", sorted(fences.TABLES))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_config_tables_of_stage_01(table, head_dim):
+    page = fence(f'config-table stage="01" head_dim="{head_dim}" table="{table}"')
+    if "<table>" in page:
+        assert ">D</abbr>" in page
+    else:
+        assert f"Stage 01 {fences.EMPTY[table]} (head dim {head_dim})." in page
+
+
+def test_config_table_numbers_come_from_the_plan():
+    barriers = text_of(fence('config-table stage="01" head_dim="128" table="barriers"'))
+    assert "kv_full" in barriers and "named 0" in barriers and "COMPUTE (128 by thread)" in barriers
+    smem = text_of(fence('config-table stage="01" head_dim="128" table="smem"'))
+    assert f"{fences.stage_config(1).plan(128).smem_bytes:,}" in smem
+    envelope = text_of(fence('config-table stage="01" head_dim="128" table="envelope"'))
+    assert "positive multiples of 128" in envelope and "stage 08" in envelope
+
+
+@pytest.mark.parametrize(
+    "head, message",
+    [
+        ('config-table stage="01" head_dim="128" table="prices"', 'table="prices" is not one of'),
+        ('config-table stage="01" head_dim="96" table="smem"', 'head_dim="96" is outside stage 01'),
+        ('config-table stage="99" head_dim="64" table="smem"', 'stage="99" is no stage'),
+        ('config-table stage="10" head_dim="64" table="smem"', "nothing to show of stage 10"),
+        ('roles stage="01"', "missing ['head_dim']"),
+    ],
+)
+def test_config_errors_end_the_build(head, message, monkeypatch):
+    def load(number):
+        raise ValueError(f"stage {number} is planned")
+
+    if 'stage="10"' in head:
+        monkeypatch.setattr(flash_ladder, "load", load)
+    with pytest.raises(fences.FenceError) as caught:
+        fence(head)
+    assert message in str(caught.value)
+
+
+PIPELINE = plan.Plan(
+    roles=(
+        plan.Role("LOAD", range(0, 1), registers=48, does="copies"),
+        plan.Role("MMA", range(1, 4), does="multiplies"),
+    ),
+    tmem=(plan.TmemRegion("tS", 0, 128, "scores"), plan.TmemRegion("tP", 64, 64, "P", ("tS",))),
+    barriers=(
+        plan.Barrier(
+            "kv_full",
+            (plan.Arrival("LOAD", "tma"),),
+            (plan.Arrival("MMA", "one"),),
+            "K & V",
+            stages=3,
+            tx_bytes=32768,
+        ),
+        plan.Barrier(
+            "kv_empty",
+            (plan.Arrival("MMA", "commit"),),
+            (plan.Arrival("LOAD", "one"),),
+            "the slot",
+            first_wait_passes=True,
+        ),
+    ),
+    launch_registers=128,
+)
+
+
+class Config:
+    """A stage with tensor memory, mbarriers and two roles."""
+
+    IDEA = "one idea"
+    ENVELOPE = plan.Envelope(head_dims=(128,), lifted_by={"seqlen": 8, "grad": 7, "device": 9})
+    DECLARED = {128: {"registers": 128, "setmaxnreg": {"LOAD": 48}, "mma": ("128x128x16",)}}  # noqa: RUF012
+
+    @staticmethod
+    def plan(head_dim):
+        return PIPELINE
+
+
+def test_tables_and_graph_of_a_pipeline(monkeypatch):
+    monkeypatch.setattr(fences, "stage_config", lambda number: Config)
+
+    def table(name):
+        return text_of(fence(f'config-table stage="03" head_dim="128" table="{name}"'))
+
+    assert "0-127" in table("tmem") and "tS" in table("tmem")
+    assert "32768" in table("barriers") and "K &amp; V" in table("barriers")
+    assert "passes" in table("barriers") and "48" in table("roles")
+    assert "LOAD: 48" in table("declared") and "128x128x16" in table("declared")
+    assert "restricted" in table("envelope")
+    graph = fence('roles stage="03" head_dim="128"')
+    assert graph.startswith('<pre class="mermaid"><code>flowchart LR')
+    assert 'LOAD["LOAD&lt;br/&gt;warps 0"]' in graph and "warps 1-3" in graph
+    assert 'LOAD --&gt;|"kv_full"| MMA' in graph and 'MMA --&gt;|"kv_empty"| LOAD' in graph
+
+
+def test_roles_of_stage_01():
+    graph = fence('roles stage="01" head_dim="128"')
+    assert 'COMPUTE --&gt;|"kv_full, kv_empty"| COMPUTE' in graph
+
+
+def test_results_without_evidence(pair):
+    assert fences.NOT_EXECUTED in fence('results stage="01"')
+    (pair[0] / "evidence.json").write_text('{"schema": 1, "stage": 1, "runs": []}')
+    assert fences.NOT_EXECUTED in fence('results stage="01"')
+
+
+def test_results_mark_every_number(pair):
+    (pair[0] / "evidence.json").write_text(json.dumps({"schema": 1, "stage": 1, "runs": [RUN]}))
+    page = fence('results stage="01"')
+    source = "measured: NVIDIA H200, driver 580.159.04, 2026-11-29, flash-ladder verify 1"
+    measured = f'<abbr class="fl-mark" title="{source}">M</abbr>'
+    for number in ("60", "0", "0.00125", "0.0025"):
+        assert f"<td>{number} {measured}</td>" in page
+    assert re.search(r"<td>0\.5 <abbr [^>]*>D</abbr></td>", page)  # own error / torch's
+    assert re.search(r"<td>0\.005 <abbr [^>]*>D</abbr></td>", page) and "llm_like, max_abs" in page
+    assert f"12 {measured} passed, 0 {measured} failed, 3 {measured} skipped" in page
+    assert "rewritten from sm_100a, sm_90a" in page and "a &lt;note&gt;" in page
+
+
+def test_results_bear_missing_fields(pair):
+    worst = {"max_abs": 0.5, "baseline_max_abs": 0.25}
+    kernels = [{"key": "bf16-d64", "worst": worst}, {}]
+    sparse = {"runs": [{"kernels": kernels}, {"tests": {"passed": 1}}, {}]}
+    (pair[0] / "evidence.json").write_text(json.dumps(sparse))
+    page = fence('results stage="01"')
+    assert "bf16-d64" in page and re.search(r"<td>2 <abbr [^>]*>D</abbr></td>", page)
+
+
+def test_unreadable_evidence_ends_the_build(pair):
+    (pair[0] / "evidence.json").write_text("[1, ")
+    with pytest.raises(fences.FenceError, match=r"stages/01/evidence\.json cannot be read"):
+        fence('results stage="01"')
+
+
+def test_ladder_names_every_stage_and_its_status(pair, monkeypatch):
+    monkeypatch.setattr(fences, "stage_config", lambda number: Config)
+    (pair[0] / "README.md").write_text("# 01\n")
+    page = fence("ladder")
+    assert page.count("<tr>") == 1 + len(flash_ladder.STAGES)
+    assert '<a href="stages/01/">' in page and page.count("planned") == len(flash_ladder.STAGES) - 2
+    assert page.count("not yet executed on hardware") == 2
+    (pair[0] / "evidence.json").write_text(json.dumps({"runs": [RUN]}))
+    assert "runs on NVIDIA H200, rewritten from sm_100a <abbr" in fence("ladder")
+    failing = {**RUN, "tests": {"failed": 1}}
+    (pair[0] / "evidence.json").write_text(json.dumps({"runs": [RUN, failing]}))
+    assert "fails on NVIDIA H200" in fence("ladder")
+
+
+def test_mark_refuses_unknown_letters():
+    assert ">Q</abbr>" in fences.mark("Q", "paper, section 2")
+    with pytest.raises(fences.FenceError, match="mark 'X' is unknown"):
+        fences.mark("X", "")
