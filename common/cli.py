@@ -145,12 +145,13 @@ def facts(
     from .compile import compile_stage
 
     kernel = compile_stage(stage, arch=arch, dtype=dtype.value, head_dim=head_dim)
-    found = contract.compiled_facts(kernel)
+    ptx, machine_code = contract.read_kernel(kernel)
+    found = facts_module.flat(ptx, machine_code)
     if as_json:
         print(json.dumps({"kernel": kernel.key.name, "facts": found}, indent=1))
         return
     if report:
-        print(sass.report(kernel.cubin, d_qk=head_dim).text())
+        print(machine_code.text())
         return
     declared = contract.declared_facts(stage, kernel.key)
     table = Table("fact", "value", "declared", "meaning", title=kernel.key.name)
@@ -160,7 +161,7 @@ def facts(
             words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
             table.add_row(name, str(found.get(name)), words, meaning)
     console.print(table)
-    mismatches = facts_module.compare_with(declared, found)
+    mismatches = facts_module.compare_with(declared, ptx, machine_code)
     if mismatches:
         raise AssertionError("\n".join(mismatches))
 

@@ -19,7 +19,7 @@ from . import facts, inputs, numerics, reference
 from .compile import CompiledKernel, CompileKey, DslMissing, require_dsl
 from .pairwise import pairwise
 from .plan import Plan
-from .sass import report
+from .sass import SassReport, report
 from .stage import Stage
 
 MAX_CASES = 60  # of a stage's gpu tier
@@ -233,20 +233,26 @@ def plan_facts(plan: Plan) -> dict[str, object]:
 NO_SPILLS = {"stack_bytes": 0, "spill_instructions": 0, "local_bytes": 0}
 
 
-def compiled_facts(kernel: CompiledKernel) -> dict[str, object]:
-    """All facts of a compiled kernel by name (`facts.FACT_NAMES`). MissingTool without nvdisasm."""
-    sass = report(kernel.cubin, d_qk=kernel.key.head_dim)
-    return facts.flat(facts.ptx_facts(kernel.ptx), sass)
+def read_kernel(kernel: CompiledKernel) -> tuple[facts.PtxFacts, SassReport]:
+    """Facts of its PTX and the report on its machine code. MissingTool without nvdisasm."""
+    return facts.ptx_facts(kernel.ptx), report(kernel.cubin, d_qk=kernel.key.head_dim)
+
+
+def declared_facts(stage: Stage, key: CompileKey) -> dict[str, object]:
+    """What plan and config say that the compiled code shows; registers and the like for sm_100a."""
+    declared = {**NO_SPILLS, **plan_facts(stage.config.plan(key.head_dim))}
+    if key.arch == "sm_100a":
+        declared |= stage.config.DECLARED[key.head_dim]
+    return declared
 
 
 def check_facts(stage: Stage, kernel: CompiledKernel) -> None:
-    """The compiled code shows what the plan and, for sm_100a, `config.DECLARED` say."""
-    plan = stage.config.plan(kernel.key.head_dim)
-    assert kernel.smem_bytes == plan.smem_bytes, (
-        f"the launch has {kernel.smem_bytes} B of shared memory, the plan {plan.smem_bytes} B"
+    """The compiled code shows `declared_facts`, and its launch the plan's shared memory."""
+    planned = stage.config.plan(kernel.key.head_dim).smem_bytes
+    assert kernel.smem_bytes == planned, (
+        f"the launch has {kernel.smem_bytes} B of shared memory, the plan {planned} B"
     )
-    declared = {**NO_SPILLS, **plan_facts(plan)}
-    if kernel.key.arch == "sm_100a":
-        declared |= stage.config.DECLARED[kernel.key.head_dim]
-    mismatches = facts.compare_with(declared, compiled_facts(kernel))
+    mismatches = facts.compare_with(declared_facts(stage, kernel.key), *read_kernel(kernel))
     assert not mismatches, f"{kernel.key.name}:\n" + "\n".join(mismatches)
+    findings = facts.lint(kernel.ptx)
+    assert not findings, f"{kernel.key.name}:\n" + "\n".join(map(str, findings))

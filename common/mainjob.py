@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import contract, contract_gpu, inputs, numerics
+from . import contract, contract_gpu, facts, inputs, numerics
 from .compile import CompiledKernel, DslMissing, compile_stage
 from .envelope import check, dtype_name
 from .sass import MissingTool
@@ -137,7 +137,7 @@ def _resources(kernel: CompiledKernel, result: Result) -> dict[str, Any]:
     found: dict[str, Any] = {"kernel": kernel.key.name, "smem_bytes": kernel.smem_bytes}
     found["compile_seconds"] = kernel.wall_seconds
     try:
-        all_facts = contract.compiled_facts(kernel)
+        all_facts = facts.flat(*contract.read_kernel(kernel))
     except MissingTool as missing:
         result.not_done["machine code"] = str(missing)
         return found

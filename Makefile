@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` set everything up in .venv; once it exists they need no network.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+EXTRAS := dev,docs
+
+.PHONY: demo test docs lint clean
+.DEFAULT_GOAL := demo
+
+demo: $(READY)
+	$(BIN)/flash-ladder doctor
+	$(BIN)/flash-ladder run
+
+test: $(READY) lint
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest -q -rs $(PYTEST_ARGS)
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+lint: $(READY)
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+
+# An installed torch is kept, whatever its version; TORCH says which one to take otherwise.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) site build dist *.egg-info
