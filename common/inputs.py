@@ -256,7 +256,8 @@ def _llm_like(size: _Size, rng: np.random.Generator) -> _Draft:
     strength = 2 + 10 * (np.arange(size.heads_kv) + 0.5) / size.heads_kv
     per_channel = np.sqrt(strength * math.sqrt(size.head_dim) / len(channels))
     per_channel = per_channel.astype(np.float32)[:, None]
-    draft.q[..., channels] += np.repeat(per_channel, size.heads // size.heads_kv, 0)
+    keen = np.exp(0.5 * _normal(rng, size.batch, size.seqlen_q, size.heads, 1))
+    draft.q[..., channels] += keen * np.repeat(per_channel, size.heads // size.heads_kv, 0)
     draft.k[:, :1, :, channels] = per_channel
     draft.v[:, :1] *= 0.1  # the sink token carries little
     draft.q = _rope(draft.q, size.seqlen_k - size.seqlen_q)

@@ -16,8 +16,13 @@ Note [Tolerance rule]
     * row_rel: per row, the rms of half an ulp is taken off the error before it is divided by the
       row's rms (the two above cannot see a wrong row whose values are small beside others).
 
-    A floor from the caller is absolute, in units of the output, and replaces all three. Max and
-    mean relative error and the ulp distance are reported, not enforced: near zero they are noise.
+    A floor from the caller, one number or one per element, is absolute, in units of the output,
+    and takes the place of half an ulp in all three. Max and mean relative error and the ulp
+    distance are reported, not enforced: near zero they are noise.
+
+    Gradients need two changes. Rows of dQ and dK can cancel to almost nothing, so row_rel means
+    little there (rows=False). And the backward reads O as the forward rounded it, which torch
+    does not do: `half_ulp` of the gradient plus `reference.stored_output_error` is their floor.
 
     Not a matter of degree, so never excused by a tolerance: NaN or Inf where the true value is
     finite, a finite value where it is not, and elements the kernel never wrote.
@@ -140,7 +145,7 @@ def compare(
     oracle: Tensor,
     baseline: Tensor,
     *,
-    floor: float | None = None,
+    floor: float | Tensor | None = None,
     ignore: Tensor | None = None,
     rows: bool = True,
     name: str = "out",
@@ -151,9 +156,11 @@ def compare(
         actual: the kernel's result, bfloat16, float16 or float32; its dtype sets the ulp.
         oracle: true values, same shape, float64 (or float32).
         baseline: `same_precision` result for the same input, same shape, any floating dtype.
-        floor: absolute floor in units of the output; None means half an ulp.
+        floor: absolute floor in units of the output, a number or a tensor of the same shape;
+            None means `half_ulp` of the oracle.
         ignore: bool, broadcastable to the shape: elements that do not count.
-        rows: whether row_rel is enforced; a row is a slice along the last axis.
+        rows: whether row_rel is enforced (False for gradients); a row is a slice along the
+            last axis.
         name: what the lines call the tensor.
 
     Where the oracle, rounded to the dtype of actual, is NaN, actual must be NaN; where it is -inf
@@ -172,13 +179,13 @@ def compare(
     expected = truth.to(dtype)
     problems = _problems(actual, expected, counted)
     sound = counted & expected.isfinite() & actual.isfinite()
-    half_ulp = _half_ulp(truth, dtype) if floor is None else torch.full_like(truth, floor)
-    own = _measure(actual.double(), truth, dtype, sound, half_ulp)
+    allowed = half_ulp(truth, dtype) if floor is None else _floor(floor, truth)
+    own = _measure(actual.double(), truth, dtype, sound, allowed)
     fair = sound & yardstick.isfinite()
     base = _measure(yardstick, truth, dtype, fair, torch.zeros_like(truth))
     floors = {
-        "max_abs": _largest(torch.where(sound, half_ulp, 0.0)),
-        "rms_abs": _rms(half_ulp, sound),
+        "max_abs": _largest(torch.where(sound, allowed, 0.0)),
+        "rms_abs": _rms(allowed, sound),
         "row_rel": 0.0 if rows else None,
     }
     metrics = []
@@ -212,6 +219,19 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
         raise TypeError(f"dtypes are {a.dtype} and {b.dtype}; {_allowed()}, both the same")
     distance = (_position(a) - _position(b)).abs()
     return torch.where(a.isnan() | b.isnan(), torch.iinfo(torch.int64).max, distance)
+
+
+def half_ulp(truth: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns half the spacing of `dtype` at each true value: the error of rounding to nearest.
+
+    truth: any shape, float64, finite or not (the result is meaningless where it is not).
+    dtype: the output's. Returns float64 of the same shape; subnormals have their own spacing.
+    """
+    info = torch.finfo(dtype)
+    lowest = round(math.log2(info.tiny))
+    exponent = torch.frexp(truth.abs().clamp(min=info.tiny)).exponent - 1
+    exponent = exponent.clamp(min=lowest).double()
+    return torch.exp2(exponent) * (info.eps / 2)
 
 
 def poison_(tensor: Tensor) -> Tensor:
@@ -262,13 +282,11 @@ def _position(x: Tensor) -> Tensor:
     return torch.where(bits < 0, lowest - bits, bits)
 
 
-def _half_ulp(truth: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns half the spacing of `dtype` at each true value, float64; subnormals included."""
-    info = torch.finfo(dtype)
-    lowest = round(math.log2(info.tiny))
-    exponent = torch.frexp(truth.abs().clamp(min=info.tiny)).exponent - 1
-    exponent = exponent.clamp(min=lowest).double()
-    return torch.exp2(exponent) * (info.eps / 2)
+def _floor(floor: float | Tensor, truth: Tensor) -> Tensor:
+    """Returns the caller's floor per element, float64."""
+    if isinstance(floor, Tensor):
+        return floor.detach().to(device=truth.device, dtype=torch.float64)
+    return torch.full_like(truth, floor)
 
 
 def _largest(x: Tensor) -> float:
@@ -361,7 +379,9 @@ def _plain(x: float | None) -> float | str | None:
     return x if x is None or math.isfinite(x) else str(x)
 
 
-def _check_arguments(actual: Tensor, oracle: Tensor, baseline: Tensor, floor: float | None) -> None:
+def _check_arguments(
+    actual: Tensor, oracle: Tensor, baseline: Tensor, floor: float | Tensor | None
+) -> None:
     """Checks dtypes, shapes and the floor of `compare`."""
     if actual.dtype not in POISON_BITS:
         raise TypeError(f"actual is {actual.dtype}; {_allowed()}")
@@ -370,5 +390,11 @@ def _check_arguments(actual: Tensor, oracle: Tensor, baseline: Tensor, floor: fl
             raise TypeError(f"{what} is {x.dtype}; allowed: floating-point tensors")
         if x.shape != actual.shape:
             raise ValueError(f"{what} has shape {tuple(x.shape)}, actual {tuple(actual.shape)}")
-    if floor is not None and not (math.isfinite(floor) and floor >= 0):
+    if isinstance(floor, Tensor):
+        if floor.shape != actual.shape or not bool((floor >= 0).all()):
+            raise ValueError(
+                f"floor has shape {tuple(floor.shape)}, actual {tuple(actual.shape)}; "
+                "they must agree and every element be at least 0"
+            )
+    elif floor is not None and not (math.isfinite(floor) and floor >= 0):
         raise ValueError(f"floor is {floor}; allowed: None or a finite number of at least 0")

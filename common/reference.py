@@ -247,6 +247,25 @@ def attention_backward(
     return Gradients(dq, dk, dv, dsink, *flags)
 
 
+def stored_output_error(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, out_dtype: torch.dtype, **options
+) -> Gradients:
+    """Computes what rounding O to `out_dtype` between the passes does to the gradients.
+
+    A flash backward takes D = rowsum(O * dO) from the stored O. D enters the gradients as -dLSE
+    does, so the deviation is the gradient of dLSE = rowsum((O - rounded O) * dO) alone. It is
+    part of the algorithm and not of torch's, so it belongs into the floor of gradients.
+
+    Args: as `attention_backward`, without dlse.
+    Returns Gradients that hold deviations; their absolute values are the floor's second part.
+    Raises ValueError or TypeError like `attention`.
+    """
+    exact = attention(q, k, v, **options).out
+    rounding = exact - exact.to(out_dtype).to(exact.dtype)
+    dlse = (rounding * dout.to(exact.dtype)).sum(-1).transpose(1, 2)
+    return attention_backward(q, k, v, torch.zeros_like(dout), dlse=dlse, **options)
+
+
 def attention_varlen(
     q: Tensor,
     k: Tensor,
