@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks in compiled PTX for missing fences and waits that no execution can show.
 
-The rules are heuristics over the text in its order, not proofs. Each kernel is scanned once from top
-to bottom; what is open (a load not waited for, a store not fenced) is forgotten at an unconditional
-branch or return outside inline assembly, because what follows in the text is then another path. A
-barrier is named by symbol and byte offset, with variable indices taken as 0, so that the two ends of
-a hand-over find each other; a barrier whose address cannot be followed, or one that is indexed on
-one side and written out on the other, is not matched. Silence therefore proves nothing, and a
-finding on code with unusual control flow deserves a look at the lines before it is believed. Rules:
-PTX ISA, "tcgen05 memory consistency model" and "async proxy".
+The rules are heuristics over the text in its order, not proofs. Each kernel is scanned once from
+top to bottom; what is open (a load not waited for, a store not fenced) is forgotten at an
+unconditional branch or return outside inline assembly, because what follows in the text is then
+another path. A barrier is named by symbol and byte offset, with variable indices taken as 0, so
+that the two ends of a hand-over find each other; a barrier whose address cannot be followed, or one
+that is indexed on one side and written out on the other, is not matched. Silence therefore proves
+nothing, and a finding on code with unusual control flow deserves a look at the lines before it is
+believed. Rules: PTX ISA, "tcgen05 memory consistency model" and "async proxy".
 """
 
 import re

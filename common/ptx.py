@@ -24,9 +24,9 @@ class Statement:
 
     ``line`` counts from 1. ``predicate`` is ``"%p1"``, ``"!%p1"`` or None. ``opcode`` carries its
     modifiers (``"add.rm.f32x2"``); it is ``":"`` for a label, ``"{"`` and ``"}"`` for a block, and
-    starts with a dot for a directive (linkage words such as ``.visible`` are left out). ``operands``
-    are as written; of a label and of a function its name. ``text`` has comments removed and white
-    space squeezed. ``block`` is the index in ``Program.blocks`` of the block it stands in.
+    starts with a dot for a directive (linkage words such as ``.visible`` are left out).
+    ``operands`` are as written; of a label and of a function its name. ``text`` has comments
+    removed and white space squeezed. ``block`` is the index in ``Program.blocks`` of its block.
     """
 
     line: int
@@ -350,7 +350,7 @@ _FOLD = {
 
 
 def _add(a: Value, b: Value, sign: int) -> Value:
-    if a.base and b.base or sign < 0 and b.base:
+    if b.base and (a.base or sign < 0):
         return _UNKNOWN
     return Value(a.base or b.base, a.offset + sign * b.offset, a.exact and b.exact)
 
@@ -358,8 +358,7 @@ def _add(a: Value, b: Value, sign: int) -> Value:
 def _declared(statement: Statement) -> Iterator[str]:
     """Names of the variables (not registers) that a directive declares."""
     if statement.opcode in (".shared", ".global", ".const", ".local"):
-        for name in re.findall(r"([A-Za-z_$%][\w$]*)\s*(?:\[|=|,|;|$)", statement.text):
-            yield name
+        yield from re.findall(r"([A-Za-z_$%][\w$]*)\s*(?:\[|=|,|;|$)", statement.text)
 
 
 def results(statement: Statement) -> list[str]:
