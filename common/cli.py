@@ -140,7 +140,7 @@ def facts(
     report: Annotated[bool, typer.Option(help="The whole static report, loop by loop.")] = False,
 ) -> None:
     """What the compiled code shows, beside what config.py declares."""
-    from . import contract, sass
+    from . import contract
     from . import facts as facts_module
     from .compile import compile_stage
 

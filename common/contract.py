@@ -220,14 +220,36 @@ def compile_skip_reason() -> str | None:
     return None
 
 
-def plan_facts(plan: Plan) -> dict[str, object]:
-    """What follows from a plan for the compiled code, by name of `facts.FACT_NAMES`."""
-    return {
-        "threads": plan.threads,
-        "mbarrier_inits": sum(row.stages for row in plan.barriers if row.kind == "mbarrier"),
-        "tmem_columns": sum(row.columns for row in plan.tmem if not row.aliases),
-        "named_barriers": sum(row.stages for row in plan.barriers if row.kind == "named"),
+def plan_mismatches(plan: Plan, ptx: facts.PtxFacts) -> list[str]:
+    """Where the PTX does not show the plan's barriers, register budgets or tensor memory."""
+    mbarriers = [row for row in plan.barriers if row.kind == "mbarrier"]
+    named = [row for row in plan.barriers if row.kind == "named"]
+    columns = max((row.column + row.columns for row in plan.tmem), default=0)
+    expected = {
+        "mbarrier arrival counts": sorted(
+            row.arrivals(plan) for row in mbarriers for _ in range(row.stages)
+        ),
+        "named barriers (number, threads)": sorted(
+            f"{row.number + stage}, {row.arrivals(plan)}"
+            for row in named
+            for stage in range(row.stages)
+        ),
+        "setmaxnreg budgets": sorted({row.registers for row in plan.roles if row.registers}),
+        "tensor memory is allocated": columns > 0,
     }
+    shown = {
+        "mbarrier arrival counts": sorted(ptx.mbarrier_inits, key=str),
+        "named barriers (number, threads)": sorted(
+            {use.partition(" ")[2] for use in ptx.named_barriers}
+        ),
+        "setmaxnreg budgets": sorted({registers for _, registers in ptx.setmaxnreg}, key=str),
+        "tensor memory is allocated": sum(size or 0 for size in ptx.tmem_allocs) >= max(columns, 1),
+    }
+    return [
+        f"{name}: the plan has {expected[name]}, the compiled code {shown[name]}"
+        for name in expected
+        if expected[name] != shown[name]
+    ]
 
 
 NO_SPILLS = {"stack_bytes": 0, "spill_instructions": 0, "local_bytes": 0}
@@ -240,19 +262,21 @@ def read_kernel(kernel: CompiledKernel) -> tuple[facts.PtxFacts, SassReport]:
 
 def declared_facts(stage: Stage, key: CompileKey) -> dict[str, object]:
     """What plan and config say that the compiled code shows; registers and the like for sm_100a."""
-    declared = {**NO_SPILLS, **plan_facts(stage.config.plan(key.head_dim))}
+    declared = {**NO_SPILLS, "threads": stage.config.plan(key.head_dim).threads}
     if key.arch == "sm_100a":
         declared |= stage.config.DECLARED[key.head_dim]
     return declared
 
 
 def check_facts(stage: Stage, kernel: CompiledKernel) -> None:
-    """The compiled code shows `declared_facts`, and its launch the plan's shared memory."""
-    planned = stage.config.plan(kernel.key.head_dim).smem_bytes
-    assert kernel.smem_bytes == planned, (
-        f"the launch has {kernel.smem_bytes} B of shared memory, the plan {planned} B"
+    """The compiled code shows the plan and `declared_facts`; no lint speaks up."""
+    plan = stage.config.plan(kernel.key.head_dim)
+    assert kernel.smem_bytes == plan.smem_bytes, (
+        f"the launch has {kernel.smem_bytes} B of shared memory, the plan {plan.smem_bytes} B"
     )
-    mismatches = facts.compare_with(declared_facts(stage, kernel.key), *read_kernel(kernel))
+    ptx, sass = read_kernel(kernel)
+    mismatches = plan_mismatches(plan, ptx)
+    mismatches += facts.compare_with(declared_facts(stage, kernel.key), ptx, sass)
     assert not mismatches, f"{kernel.key.name}:\n" + "\n".join(mismatches)
     findings = facts.lint(kernel.ptx)
     assert not findings, f"{kernel.key.name}:\n" + "\n".join(map(str, findings))

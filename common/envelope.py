@@ -50,8 +50,8 @@ def check(stage: Stage, q, k, v, softmax_scale=None, *, need_cuda: bool = True) 
     _check_shapes(stage, q, k, v)
     _check_layout(stage, named)
     _check_grad(stage, named)
-    _check_device(stage, named, need_cuda)
     scale = _checked_scale(softmax_scale, q.shape[3])
+    _check_device(stage, named, need_cuda)
     batch, seqlen_q, heads, head_dim = q.shape
     return Problem(batch, seqlen_q, k.shape[1], heads, head_dim, dtype_name(q.dtype), scale)
 

@@ -141,6 +141,20 @@ class _Listing:
         )
 
 
+def _disassemble(path: str) -> str:
+    """nvdisasm's text with live registers, or without where it cannot follow the data flow.
+
+    A newer nvdisasm reads cubins of an older ELF format, such as ptxas 12.9 writes for sm_90, but
+    prints no life ranges for them; live registers are then 0.
+    """
+    try:
+        return _run("nvdisasm", "-c", "-hex", "-lrm", "count", path)
+    except ToolFailed as failed:
+        if "life ranges" not in str(failed):
+            raise
+    return _run("nvdisasm", "-c", "-hex", path)
+
+
 def _resources(path: str) -> dict[str, Resources]:
     """Return the resources of every function in a cubin."""
     usage, name = {}, None
@@ -337,7 +351,7 @@ def reports(cubin, *, tile_m=128, tile_n=128, d_qk=128, d_v=None, kind="auto", t
             path.write_bytes(cubin)
         else:
             path = pathlib.Path(cubin)
-        listing = _Listing(_run("nvdisasm", "-c", "-hex", "-lrm", "count", str(path)))
+        listing = _Listing(_disassemble(str(path)))
         resources = _resources(str(path))
     found = []
     for name, instructions in listing.functions.items():
