@@ -103,7 +103,7 @@ class _Listing:
     def _take(self, raw: str):
         line, _, live = raw.partition(" // ")
         word = line.strip()
-        if word.startswith(".section"):
+        if re.match(r"\.section\s", word):
             section = re.match(r"\.section\s+\.text\.([^,\s]+)", word)
             self._current = section[1].strip('"') if section else None
             if self._current:
