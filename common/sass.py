@@ -144,15 +144,14 @@ class _Listing:
 def _disassemble(path: str) -> str:
     """nvdisasm's text with live registers, or without where it cannot follow the data flow.
 
-    A newer nvdisasm reads cubins of an older ELF format, such as ptxas 12.9 writes for sm_90, but
-    prints no life ranges for them; live registers are then 0.
+    A newer nvdisasm prints no life ranges for cubins of an older ELF format, such as ptxas 12.9
+    writes for sm_90; that of CUDA 13.0 fails on sm_80 kernels with 255 registers. Live registers
+    are then 0.
     """
     try:
         return _run("nvdisasm", "-c", "-hex", "-lrm", "count", path)
-    except ToolFailed as failed:
-        if "life ranges" not in str(failed):
-            raise
-    return _run("nvdisasm", "-c", "-hex", path)
+    except ToolFailed:
+        return _run("nvdisasm", "-c", "-hex", path)
 
 
 def _resources(path: str) -> dict[str, Resources]:

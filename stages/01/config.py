@@ -58,4 +58,13 @@ def plan(head_dim: int) -> Plan:
 
 
 # What the compiled code must show, by head dim. Names: common.facts.FACT_NAMES.
-DECLARED = {64: {}, 128: {}}
+DECLARED = {
+    head_dim: {
+        "registers": ("<=", 255),
+        "ex2": tile_n + 1,  # a tile's P and the factor acc_scale
+        "max": tile_n,
+        "ld_shared": tile_n + 1 + tile_n * head_dim // 4,  # QK: a loop over d; PV: all unrolled
+        "mma_sass": 0,  # no tensor core yet
+    }
+    for head_dim, tile_n in TILE_N.items()
+}

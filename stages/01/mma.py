@@ -21,7 +21,7 @@ def mma_qk(sQ_row: cute.Tensor, sK: cute.Tensor, rS: cute.Tensor):
     rS.fill(0.0)
     for k_block in cutlass.range(cute.size(sQ_row) // VECTOR):
         cute.autovec_copy(cute.local_tile(sQ_row, (VECTOR,), (k_block,)), rQ)
-        for n in cutlass.range_constexpr(cute.size(rS)):
+        for n in cutlass.range(cute.size(rS), unroll_full=True):
             cute.autovec_copy(cute.local_tile(sK[n, None], (VECTOR,), (k_block,)), rK)
             for k in cutlass.range_constexpr(VECTOR):
                 rS[n] = rQ[k] * rK[k] + rS[n]
@@ -36,6 +36,6 @@ def mma_pv(rP: cute.Tensor, sV: cute.Tensor, rO: cute.Tensor):
     Cost: tile_n * d FMAs a thread, one 16-byte shared load for 4 of them.
     """
     rV = cute.make_rmem_tensor((cute.size(rO),), Float32)
-    for n in cutlass.range_constexpr(cute.size(rP)):
+    for n in cutlass.range(cute.size(rP), unroll_full=True):
         cute.autovec_copy(sV[n, None], rV)
         rO.store(rP[n] * rV.load() + rO.load())
