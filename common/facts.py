@@ -450,7 +450,7 @@ _FROM_SASS: dict[str, tuple[str, Callable[[SassReport], object]]] = {
     ),
     "loop_live_registers": (
         "registers live at once in that loop",
-        _in_main_loop(lambda loop: loop.live_registers[0]),
+        _in_main_loop(lambda loop: loop.live_registers[0] or None),
     ),
     "loop_ffma_cycles": (
         "FMA-pipe cycles of that loop for one warp's iteration",

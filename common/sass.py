@@ -69,8 +69,11 @@ def _run(name: str, *arguments: str) -> str:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler fixed: registers per thread at launch, bytes of stack, static shared and
-    local memory, threads per CTA (1 if not fixed) and the version of ptxas."""
+    """What the assembler fixed for a kernel.
+
+    Registers per thread at launch; bytes of stack, static shared (with the 1024 that CUDA reserves
+    from sm_90 on) and local memory; threads per CTA (1 if not fixed); the version of ptxas.
+    """
 
     registers: int = 0
     stack_bytes: int = 0
@@ -87,14 +90,34 @@ _LINE = re.compile(
 _HIGH_WORD = re.compile(r"^\s*/\* 0x([0-9a-f]{16}) \*/")
 
 
+def _disassemble(path: str) -> str:
+    """Return nvdisasm's listing, with live registers unless the ELF is older than nvdisasm follows
+    (cubins for sm_80 by a ptxas of CUDA 12, read by nvdisasm 13)."""
+    try:
+        return _run("nvdisasm", "-c", "-hex", "-lrm", "count", path)
+    except ToolFailed as error:
+        if "Cannot print life ranges" not in str(error):
+            raise
+        return _run("nvdisasm", "-c", "-hex", path)
+
+
+def _architecture(listing: str) -> str:
+    """Return the target named in a listing, from the directive or from the flags of older ELFs."""
+    target = re.search(r"\.target\s+(sm_\w+)", listing)
+    if target:
+        return target[1]
+    number = re.search(r"EF_CUDA_SM(\d+)", listing)
+    suffix = "a" if "EF_CUDA_ACCELERATORS" in listing else ""
+    return f"sm_{number[1]}{suffix}" if number else "?"
+
+
 class _Listing:
     """nvdisasm's text, parsed: instructions and labels by function, and the architecture."""
 
     def __init__(self, text: str):
         self.functions: dict[str, list[Instruction]] = {}
         self.labels: dict[str, dict[str, int]] = {}
-        target = re.search(r"\.target\s+(sm_\w+)", text) or re.search(r"EF_CUDA_SM(\d+)", text)
-        self.arch = "?" if not target else target[1] if "_" in target[1] else "sm_" + target[1]
+        self.arch = _architecture(text)
         self._current: str | None = None
         self._pending: list[str] = []
         for line in text.splitlines():
@@ -165,6 +188,8 @@ def _resources(path: str) -> dict[str, Resources]:
             usage[name] = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", line))
     elf = _run("cuobjdump", "-elf", path)
     release = re.search(r"release \d+\.\d+, (V[\d.]+)", elf)
+    toolkit = re.search(r"toolkit=(\d+)(\d)", elf)  # all that older ELFs say
+    version = release[1] if release else f"V{toolkit[1]}.{toolkit[2]}" if toolkit else "?"
     found = {}
     for name, words in usage.items():
         at = elf.find(f"\n.nv.info.{name}\n")
@@ -176,7 +201,7 @@ def _resources(path: str) -> dict[str, Resources]:
         for extent in attribute[1].split() if attribute else []:
             threads *= int(extent, 16)
         numbers = (int(words.get(key, 0)) for key in ("REG", "STACK", "SHARED", "LOCAL"))
-        found[name] = Resources(*numbers, threads, release[1] if release else "?")
+        found[name] = Resources(*numbers, threads, version)
     return found
 
 

@@ -119,7 +119,8 @@ class Instruction:
     """One SASS instruction with the scheduling that ptxas wrote into it.
 
     ``address`` in bytes from the start of the kernel; ``guard`` such as ``"@!P0"``; ``targets``
-    the labels named. ``live_registers`` (general, uniform) as nvdisasm counts them. ``stall`` in
+    the labels named. ``live_registers`` (general, uniform) as nvdisasm counts them, (0, 0) where it
+    cannot. ``stall`` in
     cycles; ``write_board`` and ``read_board`` are the scoreboards (0..5, 7 = none) set when the
     result or the sources are done, ``wait_mask`` the scoreboards waited for.
     """

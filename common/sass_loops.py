@@ -53,7 +53,7 @@ class Loop:
 
     ``first`` and ``last`` are byte addresses in the kernel; ``always`` runs on every iteration,
     ``conditional`` behind a branch, ``instructions`` is both in order. ``live_registers`` (general,
-    uniform) is the maximum in it.
+    uniform) is the maximum in it, (0, 0) if nvdisasm could not tell.
     """
 
     natural: NaturalLoop

@@ -96,7 +96,7 @@ def test_values_follow_addresses_and_stop_at_what_varies():
     text = f".shared .b8 smem[64];\n.entry k() {{ .reg .b32 %r<20>; {body} ret; }}"
     program = read(text)
     values = Values(program, program.entries()["k"])
-    block = program.entries()["k"][-1].block
+    block = program.entries()["k"][-2].block  # of the last instruction
     assert values.of("%r2", block).place == ("smem", 64) and values.of("%r2", block).exact
     assert values.of("[%r10+8]", block).place == ("smem", 72)
     assert not values.of("%r10", block).exact
