@@ -14,13 +14,13 @@ from flash_ladder.common import contract
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def stage():
     """Stage 01."""
     return load(1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def dsl():
     """Skip, with the reason, where nothing can be compiled."""
     reason = contract.compile_skip_reason()
