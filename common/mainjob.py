@@ -72,6 +72,11 @@ def problem(
 def run(stage: Stage, given: inputs.Problem, console: Console) -> Result:
     """Do the job and print it as it goes. Raises ValueError or TypeError for a bad problem."""
     q, k, v = given.q, given.k, given.v
+    if given.seqused_q is not None or given.seqused_k is not None:
+        raise ValueError(
+            f"{given.name} has sequence lengths, which stage {stage.tag} does not take (stage 08 "
+            f"brings them); allowed: {', '.join(contract.generators())}"
+        )
     check(stage, q, k, v, given.softmax_scale, need_cuda=False)
     result = Result(stage.number, given.name, given.shape_text)
     console.print(f"[bold]Stage {stage.tag}, {stage.config.NAME}[/]: {stage.config.IDEA}")
@@ -115,7 +120,7 @@ def _model(stage: Stage, given: inputs.Problem, console: Console, result: Result
     )
     busiest = max(run.busy().items(), key=lambda item: item[1])
     console.print(
-        f"SM model: {run.ctas} CTAs in {seconds:.1f} s. Derived for {run.machine.name}: "
+        f"SM model: {run.ctas} CTA(s) in {seconds:.1f} s. Derived for {run.machine.name}: "
         f"{run.cta_cycles[0]:.0f} cycles a CTA, busiest engine {busiest[0]} ({busiest[1]:.0%})"
     )
 
@@ -190,11 +195,14 @@ def _resources_table(result: Result) -> Table:
 
 def _next_steps(stage: Stage, result: Result) -> None:
     n = stage.number
+    commands = {
+        f"pytest stages/{stage.tag}": "the whole contract of this stage",
+        f"flash-ladder facts {n}": "what the compiled code shows",
+        "flash-ladder run --qkv FILE": "your own tensors",
+    }
+    if result.not_done:
+        commands["flash-ladder doctor"] = "what would unlock the rest"
     result.next_steps = [
         f"read stages/{stage.tag}/README.md, then stages/{stage.tag}/kernel.py",
-        f"pytest stages/{stage.tag}          the whole contract of this stage",
-        f"flash-ladder facts {n}        what the compiled code shows",
-        "flash-ladder run --qkv FILE   your own tensors",
+        *(f"{command:28} {does}" for command, does in commands.items()),
     ]
-    if result.not_done:
-        result.next_steps.append("flash-ladder doctor         what would unlock the rest")

@@ -24,7 +24,8 @@ import json, conftest
 from flash_ladder import load
 from flash_ladder.common import contract, contract_gpu
 case = contract.Case("gaussian", "float16", 64, 256, 128, 1, 2)
-out, lse = contract.judge(problem := case.problem("cuda"), *contract_gpu.run_problem(load(1), problem))
+problem = case.problem("cuda")
+out, lse = contract.judge(problem, *contract_gpu.run_problem(load(1), problem))
 try:
     contract_gpu.check_gpu_case(load(1), case)
     raised = ""
