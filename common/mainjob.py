@@ -86,7 +86,7 @@ def run(stage: Stage, given: inputs.Problem, console: Console) -> Result:
     for name, reason in result.not_done.items():
         console.print(f"not done: {name}: {reason}", highlight=False)
     verdict = "[green]within tolerance[/]" if result.ok else "[red]NOT within tolerance[/]"
-    console.print(f"\nVerdict: {verdict} (at most twice the error of same-precision torch + floor)")
+    console.print(f"\nVerdict: {verdict}: at most twice the error of same-precision torch")
     console.print("Next:\n" + "\n".join(f"  {step}" for step in result.next_steps))
     return result
 
@@ -189,12 +189,12 @@ def _resources_table(result: Result) -> Table:
 
 
 def _next_steps(stage: Stage, result: Result) -> None:
-    n = stage.number
-    result.next_steps = [
-        f"read stages/{stage.tag}/README.md, then stages/{stage.tag}/kernel.py",
-        f"pytest stages/{stage.tag}          the whole contract of this stage",
-        f"flash-ladder facts {n}        what the compiled code shows",
-        "flash-ladder run --qkv FILE   your own tensors",
-    ]
+    steps = {
+        f"less stages/{stage.tag}/README.md": "the walkthrough of this stage",
+        f"pytest stages/{stage.tag}": "its whole contract",
+        f"flash-ladder facts {stage.number}": "what the compiled code shows",
+        "flash-ladder run --qkv FILE": "your own tensors",
+    }
     if result.not_done:
-        result.next_steps.append("flash-ladder doctor         what would unlock the rest")
+        steps["flash-ladder doctor"] = "what would unlock the rest"
+    result.next_steps = [f"{command:<30}{why}" for command, why in steps.items()]

@@ -71,7 +71,9 @@ def test_classes_and_pipes():
 
 
 def test_widths_exponentials_and_intervals():
-    body = code("LDTM.x32 R4, tmem[UR1]", "STTM.16dp.x8 tmem", "STS.128 [R1], R4", "STS.U16 [R1], R4")
+    body = code(
+        "LDTM.x32 R4, tmem[UR1]", "STTM.16dp.x8 tmem", "STS.128 [R1], R4", "STS.U16 [R1], R4"
+    )
     assert (tmem_registers(body, "LDTM"), tmem_registers(body, "STTM")) == (32, 8)
     assert shared_bytes(body, "STS") == 32 * (16 + 4)
     assert exp2_split(code("MUFU.EX2", "FADD2.RM", "FADD.FTZ.RM", "FADD")) == (1, 3)
