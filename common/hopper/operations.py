@@ -16,7 +16,7 @@ from .rewrite import Context, refuse
 
 POISON = "0x7FC0DEAD"  # tensor memory that was never written
 POISON_READ = "7"  # fault code, see engine.cu
-LANES, COLUMN_BYTES = 128, 512  # a TMEM column is 128 words of 4 bytes
+LANE_BYTES, COLUMN_BYTES = 4, 512  # in the engine's image of TMEM: 128 lanes a column
 
 Lowering = Callable[[Context, Statement], str]
 TABLE: list[tuple[re.Pattern, Lowering]] = []
@@ -264,16 +264,14 @@ def transfer_offsets(shape: str, count: int) -> list[int]:
     """Byte offset of each register of a thread from the thread's first word.
 
     32x32b: register i is column i of the thread's own lane. The 16-lane shapes repeat a matrix
-    fragment: within one repetition, rows t/4 and t/4 + 8 of w neighbouring columns (w = 2 for
-    16x256b, 1 for 16x128b); 16x64b has one row a thread pair (PTX 9.7.16.2, figures).
+    fragment over the columns; where a thread starts in it, `_thread_base` says (PTX 9.7.16.2).
     """
-    if shape == "32x32b":
-        return [column * COLUMN_BYTES for column in range(count)]
-    if shape == "16x64b":
-        raise ValueError("shape 16x64b is not on the allow-list")
-    width = 2 if shape == "16x256b" else 1
+    if shape in ("32x32b", "16x64b"):
+        step = 1 if shape == "32x32b" else 2
+        return [repeat * step * COLUMN_BYTES for repeat in range(count)]
+    width = 2 if shape == "16x256b" else 1  # neighbouring columns; then the same 8 lanes further on
     return [
-        (repeat * 4 * width + column) * COLUMN_BYTES + half * 8 * 4
+        (repeat * 4 * width + column) * COLUMN_BYTES + half * 8 * LANE_BYTES
         for repeat in range(count)
         for half in (0, 1)
         for column in range(width)
@@ -281,21 +279,33 @@ def transfer_offsets(shape: str, count: int) -> list[int]:
 
 
 def _thread_base(scope: Scope, shape: str, start: str) -> str:
-    """Address of the first word of this thread: its lane, and for fragments its column pair."""
-    lane, bytes_, wide, base = (scope.register(kind) for kind in ("b32", "b32", "b64", "b64"))
-    scope.add(f"mov.u32 {lane}, %laneid;")
+    """Address of the first word of thread t of the warp: its lane and column of the fragment.
+
+    32x32b: lane t. 16x64b: lane t/4 + 8 (t mod 2), column t/2 mod 2. 16x128b and 16x256b: lane t/4,
+    column t mod 4, counted in single columns and in pairs.
+    """
+    thread, wide, base = scope.register("b32"), scope.register("b64"), scope.register("b64")
+    lane, column = scope.register("b32"), scope.register("b32")
+    scope.add(f"mov.u32 {thread}, %laneid;")
     if shape == "32x32b":
-        scope.add(f"shl.b32 {bytes_}, {lane}, 2;")
-    else:
-        width = 2 if shape == "16x256b" else 1
-        row, column = scope.register("b32"), scope.register("b32")
+        scope.add(f"mov.b32 {lane}, {thread};", f"mov.b32 {column}, 0;")
+    elif shape == "16x64b":
         scope.add(
-            f"shr.u32 {row}, {lane}, 2;",
-            f"and.b32 {column}, {lane}, 3;",
-            f"mul.lo.u32 {column}, {column}, {width * COLUMN_BYTES};",
-            f"mad.lo.u32 {bytes_}, {row}, 4, {column};",
+            f"and.b32 {column}, {thread}, 1;",
+            f"shr.u32 {lane}, {thread}, 2;",
+            f"mad.lo.u32 {lane}, {column}, 8, {lane};",
+            f"bfe.u32 {column}, {thread}, 1, 1;",
         )
-    scope.add(f"cvt.u64.u32 {wide}, {bytes_};", f"add.u64 {base}, {start}, {wide};")
+    else:
+        scope.add(f"shr.u32 {lane}, {thread}, 2;", f"and.b32 {column}, {thread}, 3;")
+        if shape == "16x256b":
+            scope.add(f"shl.b32 {column}, {column}, 1;")
+    scope.add(
+        f"mul.lo.u32 {column}, {column}, {COLUMN_BYTES};",
+        f"mad.lo.u32 {lane}, {lane}, {LANE_BYTES}, {column};",
+        f"cvt.u64.u32 {wide}, {lane};",
+        f"add.u64 {base}, {start}, {wide};",
+    )
     return base
 
 
@@ -443,6 +453,52 @@ def _native_copy(context: Context, statement: Statement) -> str:
     if BLACKWELL_ONLY.search(statement.opcode):
         raise ValueError("this form exists on Blackwell only and has no lowering")
     return _same(context, statement)
+
+
+# ---- cluster launch control ----------------------------------------------------------------
+
+
+@operation(
+    r"clusterlaunchcontrol\.try_cancel\.async\.shared::cta\.mbarrier::complete_tx::bytes"
+    r"(\.multicast::cluster::all)?\.b128"
+)
+def _try_cancel(context: Context, statement: Statement) -> str:
+    """Every request is answered "nothing left to take over": each CTA does its own tile only."""
+    scope = context.scope()
+    response, barrier = (_tmem_address(scope, operand) for operand in statement.operands)
+    everyone = "multicast" in statement.opcode
+    rank = scope.set("b32", "0" if everyone else "%cluster_ctarank")
+    end, more, again = scope.register("b32"), scope.register("pred"), scope.label("again")
+    there, its_barrier, zero = scope.register("b32"), scope.register("b32"), scope.set("b32", "0")
+    scope.add(
+        f"mov.u32 {end}, %cluster_nctarank;" if everyone else f"add.u32 {end}, {rank}, 1;",
+        f"{again}:",
+        f"mapa.shared::cluster.u32 {there}, {response}, {rank};",
+        f"mapa.shared::cluster.u32 {its_barrier}, {barrier}, {rank};",
+        f"st.shared::cluster.v4.b32 [{there}], {{{zero}, {zero}, {zero}, {zero}}};",
+        "fence.acq_rel.cluster;",
+        f"mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [{its_barrier}], 16;",
+        f"add.u32 {rank}, {rank}, 1;",
+        f"setp.lt.u32 {more}, {rank}, {end};",
+        f"@{more} bra {again};",
+    )
+    return scope.text()
+
+
+@operation(r"clusterlaunchcontrol\.query_cancel\.is_canceled\.pred\.b128")
+def _is_canceled(context: Context, statement: Statement) -> str:
+    """True for any answer but the one `_try_cancel` gives, all zero."""
+    scope = context.scope()
+    low, high = scope.register("b64"), scope.register("b64")
+    scope.add(f"mov.b128 {{{low}, {high}}}, {statement.operands[1]};")
+    scope.add(f"or.b64 {low}, {low}, {high};", f"setp.ne.b64 {statement.operands[0]}, {low}, 0;")
+    return scope.text()
+
+
+@operation(r"clusterlaunchcontrol\.query_cancel\.get_first_ctaid(::[xyz])?(\.v4)?\.b32\.b128")
+def _first_cta(context: Context, statement: Statement) -> str:
+    """Only defined after a successful cancel, which never happens here."""
+    return "\n".join(f"mov.b32 {name}, 0;" for name in vector(statement.operands[0]))
 
 
 # ---- arithmetic ----------------------------------------------------------------------------

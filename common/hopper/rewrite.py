@@ -20,7 +20,7 @@ from .emit import Scope
 ENGINE_THREADS = 160
 MAX_MAIN_THREADS = 864
 TARGET = "sm_90a"
-PTX_VERSION = "8.0"
+PTX_VERSION = "8.8"  # CUDA 12.9; drivers from 13.0 on take it as well
 DYNAMIC_SMEM = re.compile(r"\.extern \.shared .*?\b([\w$]+)\[\]")
 
 
