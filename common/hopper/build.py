@@ -68,16 +68,18 @@ def read_object(folder: pathlib.Path) -> HopperObject:
     return HopperObject(folder, **facts)
 
 
-def build(function: Callable, arguments: tuple, folder: pathlib.Path, symbol: str) -> HopperObject:
+def build(
+    function: Callable, arguments: tuple, folder: pathlib.Path, symbol: str, **keywords
+) -> HopperObject:
     """Compile a `@cute.jit` function for sm_100a, rewrite its kernel, write a runnable object.
 
-    Args: function with one kernel launch; arguments as for `cute.compile`; folder exists;
-    symbol names the exported function. Raises HopperRewriteError, AssemblerMissing.
+    Args: function with one kernel launch; arguments and keywords as for `cute.compile`; folder
+    exists; symbol names the exported function. Raises HopperRewriteError, AssemblerMissing.
     """
-    compiled = _compile(function, arguments, folder, ENGINE_THREADS)
+    compiled = _compile(function, arguments, keywords, folder, ENGINE_THREADS)
     uses_engine = "tcgen05." in compiled.__ptx__
     if not uses_engine:
-        compiled = _compile(function, arguments, folder, 0)
+        compiled = _compile(function, arguments, keywords, folder, 0)
     ptx = compiled.__ptx__.rstrip("\0")
     if uses_engine:
         ptx = _without_engine_threads(ptx)
@@ -96,14 +98,16 @@ def build(function: Callable, arguments: tuple, folder: pathlib.Path, symbol: st
     return HopperObject(folder, **facts)
 
 
-def _compile(function: Callable, arguments: tuple, folder: pathlib.Path, extra: int):
+def _compile(function, arguments: tuple, keywords: dict, folder: pathlib.Path, extra: int):
     import cutlass.cute as cute
 
     dump = folder / f"dump{extra}"
     dump.mkdir()
-    options = f"--gpu-arch sm_100a --keep-ptx --enable-tvm-ffi --dump-dir {dump}"
+    keywords = dict(keywords)
+    given = keywords.pop("options", "").replace("--enable-tvm-ffi", "")
+    options = f"--gpu-arch sm_100a --keep-ptx --enable-tvm-ffi --dump-dir {dump} {given}"
     with more_threads(extra):
-        compiled = cute.compile(function, *arguments, options=options)
+        compiled = cute.compile(function, *arguments, options=options, **keywords)
         compiled.__ptx__  # noqa: B018  read before the folder goes
     shutil.rmtree(dump)
     return compiled
