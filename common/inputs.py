@@ -8,6 +8,7 @@ tensors end up. Blocks are 128 keys, visited from the last to the first, as the 
 import difflib
 import math
 import pathlib
+import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -380,7 +381,13 @@ def _read_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
 
 def _read_pt(path: pathlib.Path) -> dict[str, Tensor]:
     """Reads a dictionary of tensors, refusing pickled code."""
-    found = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise TypeError(
+            f"{path.name} is not a plain dict of tensors, and other objects are not loaded: "
+            "they could run code"
+        ) from None
     if not isinstance(found, dict):
         raise TypeError(f"{path.name} holds a {type(found).__name__}; expected a dict of tensors")
     return found
