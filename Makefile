@@ -27,10 +27,11 @@ lint: $(READY)
 
 # An installed torch is kept, whatever its version; TORCH says which one to take otherwise.
 $(READY): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
-	touch $@
+	@echo "setting up $(VENV) (once; about two minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -qq "$(TORCH)"
+	@$(BIN)/python -m pip install -qq --editable ".[$(EXTRAS)]"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) site build dist *.egg-info

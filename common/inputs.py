@@ -8,6 +8,7 @@ tensors end up. Blocks are 128 keys, visited from the last to the first, as the 
 import difflib
 import math
 import pathlib
+import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -253,7 +254,13 @@ def _rope(x: np.ndarray, first: int) -> np.ndarray:
 
 
 def _llm_like(size: _Size, rng: np.random.Generator) -> _Draft:
-    """RoPE, a first token that attracts, and outlier channels among the slowly turning ones."""
+    """RoPE, a first token that attracts, and outlier channels among the slowly turning ones.
+
+    The mean score of the first token runs from 2 to 12 nats over the kv heads, times a log-normal
+    factor per query. Measured (CPU, seed 0, sq 256, sk 1024, d 128, bf16, 1 to 32 heads,
+    `logit_statistics`): standard deviation 2.3 to 2.4, largest score 20 to 62; the running max
+    rises in 32 to 36 % of (row, block) steps, by more than 8 (log2) in 0.2 to 1.7 %.
+    """
     draft = _gaussian(size, rng)
     half = size.head_dim // 2
     channels = np.arange(half - min(OUTLIER_CHANNELS, half), half)
@@ -386,7 +393,13 @@ def _read_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
 
 def _read_pt(path: pathlib.Path) -> dict[str, Tensor]:
     """Reads a dictionary of tensors, refusing pickled code."""
-    found = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise TypeError(
+            f"{path.name} is not a plain dict of tensors, and other objects are not loaded: "
+            "they could run code"
+        ) from None
     if not isinstance(found, dict):
         raise TypeError(f"{path.name} holds a {type(found).__name__}; expected a dict of tensors")
     return found

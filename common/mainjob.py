@@ -91,7 +91,7 @@ def run(stage: Stage, given: inputs.Problem, console: Console) -> Result:
     for name, reason in result.not_done.items():
         console.print(f"not done: {name}: {reason}", highlight=False)
     verdict = "[green]within tolerance[/]" if result.ok else "[red]NOT within tolerance[/]"
-    console.print(f"\nVerdict: {verdict} (at most twice the error of same-precision torch + floor)")
+    console.print(f"\nVerdict: {verdict}: at most twice the error of same-precision torch")
     console.print("Next:\n" + "\n".join(f"  {step}" for step in result.next_steps))
     return result
 
@@ -120,7 +120,7 @@ def _model(stage: Stage, given: inputs.Problem, console: Console, result: Result
     )
     busiest = max(run.busy().items(), key=lambda item: item[1])
     console.print(
-        f"SM model: {run.ctas} CTA(s) in {seconds:.1f} s. Derived for {run.machine.name}: "
+        f"SM model: {run.ctas} CTAs in {seconds:.1f} s. Derived for {run.machine.name}: "
         f"{run.cta_cycles[0]:.0f} cycles a CTA, busiest engine {busiest[0]} ({busiest[1]:.0%})"
     )
 
@@ -194,15 +194,12 @@ def _resources_table(result: Result) -> Table:
 
 
 def _next_steps(stage: Stage, result: Result) -> None:
-    n = stage.number
-    commands = {
-        f"pytest stages/{stage.tag}": "the whole contract of this stage",
-        f"flash-ladder facts {n}": "what the compiled code shows",
+    steps = {
+        f"less stages/{stage.tag}/README.md": "the walkthrough of this stage",
+        f"pytest stages/{stage.tag}": "its whole contract",
+        f"flash-ladder facts {stage.number}": "what the compiled code shows",
         "flash-ladder run --qkv FILE": "your own tensors",
     }
     if result.not_done:
-        commands["flash-ladder doctor"] = "what would unlock the rest"
-    result.next_steps = [
-        f"read stages/{stage.tag}/README.md, then stages/{stage.tag}/kernel.py",
-        *(f"{command:28} {does}" for command, does in commands.items()),
-    ]
+        steps["flash-ladder doctor"] = "what would unlock the rest"
+    result.next_steps = [f"{command:<30}{why}" for command, why in steps.items()]

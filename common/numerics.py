@@ -188,16 +188,10 @@ def compare(
         "rms_abs": _rms(allowed, sound),
         "row_rel": 0.0 if rows else None,
     }
-    metrics = []
-    for key, (value, index) in own.items():
-        extra = floors.get(key)
-        limit = None if extra is None else FACTOR * base[key][0] + extra
-        at = index is not None and len(index) == actual.dim()
-        pair = (actual[index].item(), truth[index].item()) if at else (None, None)
-        metrics.append(Metric(key, value, base[key][0], limit, index, *pair))
+    metrics = tuple(_metric(k, own[k], base[k][0], floors.get(k), actual, truth) for k in own)
     return Comparison(
         name=name,
-        metrics=tuple(metrics),
+        metrics=metrics,
         problems=tuple(problems),
         compared=int(sound.sum()),
         ignored=int((~counted).sum()),
@@ -228,10 +222,8 @@ def half_ulp(truth: Tensor, dtype: torch.dtype) -> Tensor:
     dtype: the output's. Returns float64 of the same shape; subnormals have their own spacing.
     """
     info = torch.finfo(dtype)
-    lowest = round(math.log2(info.tiny))
     exponent = torch.frexp(truth.abs().clamp(min=info.tiny)).exponent - 1
-    exponent = exponent.clamp(min=lowest).double()
-    return torch.exp2(exponent) * (info.eps / 2)
+    return torch.exp2(exponent.double()) * (info.eps / 2)
 
 
 def poison_(tensor: Tensor) -> Tensor:
@@ -336,11 +328,26 @@ def _row_error(error: Tensor, truth: Tensor, mask: Tensor, floor: Tensor) -> Ten
 
     A row that should be 0 gives 0 if its error is within the floor, else infinity.
     """
-    if not error.dim():
-        error, truth, mask, floor = error[None], truth[None], mask[None], floor[None]
     norms = [torch.where(mask, x, 0.0).norm(dim=-1) for x in (error, floor, truth)]
     excess = (norms[0] - norms[1]).clamp(min=0)
     return torch.where(excess == 0, 0.0, excess / norms[2])
+
+
+def _metric(
+    name: str,
+    own: tuple[float, tuple[int, ...] | None],
+    baseline: float,
+    floor: float | None,
+    actual: Tensor,
+    truth: Tensor,
+) -> Metric:
+    """Joins the kernel's (error, place) and the baseline's error; without a floor, no limit."""
+    value, index = own
+    limit = None if floor is None else FACTOR * baseline + floor
+    pair = (None, None)
+    if index is not None and len(index) == actual.dim():
+        pair = (actual[index].item(), truth[index].item())
+    return Metric(name, value, baseline, limit, index, *pair)
 
 
 def _problems(actual: Tensor, expected: Tensor, counted: Tensor) -> list[str]:

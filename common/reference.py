@@ -448,12 +448,12 @@ def _probabilities(chunk: _Chunk, task: _Task) -> tuple[Tensor, Tensor, Tensor |
         top_HM = torch.maximum(top_HM, chunk.sink_H[:, None])
     top_HM = torch.where(top_HM == -math.inf, 0.0, top_HM)
     e_HMN = torch.exp(s_HMN - top_HM[..., None])
-    e_HMN = torch.where(chunk.visible_MN, e_HMN, 0.0)  # also where the row's maximum is NaN
     sum_HM = e_HMN.sum(-1)
     if chunk.sink_H is not None:
         sum_HM = sum_HM + torch.exp(chunk.sink_H[:, None] - top_HM)
     lse_HM = torch.where(chunk.used_M, top_HM + torch.log(sum_HM), -math.inf)
     p_HMN = e_HMN / torch.where(sum_HM == 0, 1.0, sum_HM)[..., None]
+    # A row whose sum is NaN would otherwise be NaN at its masked keys too.
     return torch.where(chunk.visible_MN, p_HMN, 0.0), lse_HM, slope_HMN
 
 
@@ -476,12 +476,12 @@ def _contract(w_HMN: Tensor, x_HNC: Tensor, visible_MN: Tensor) -> Tensor:
 def _upstream(
     chunk: _Chunk, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns dO (H, M, E) and dLSE (H, M) of a chunk, with 0 beyond seqused_q."""
+    """Returns dO (H, M, E), 0 beyond seqused_q, and dLSE (H, M) of a chunk."""
     dout_HME = dout[chunk.b, :, chunk.heads].to(dtype).transpose(0, 1)
     dout_HME = torch.where(chunk.used_M[:, None], dout_HME, 0.0)
     if dlse is None:
         return dout_HME, dout_HME.new_zeros(dout_HME.shape[:2])
-    return dout_HME, torch.where(chunk.used_M, dlse[chunk.b, chunk.heads].to(dtype), 0.0)
+    return dout_HME, dlse[chunk.b, chunk.heads].to(dtype)
 
 
 def _torch_attention(
@@ -505,8 +505,7 @@ def _torch_attention(
     if sink_H is not None:
         s_HMN = torch.cat([s_HMN, sink_H[:, None, None].expand(-1, s_HMN.shape[1], 1)], -1)
         live_M = used_M
-    s_HMN = torch.where(live_M[:, None], s_HMN, 0.0)  # a row of -inf alone would become NaN
-    p_HMN = torch.softmax(s_HMN, -1)[..., : visible_MN.shape[1]]
+    p_HMN = torch.softmax(s_HMN, -1)[..., : visible_MN.shape[1]]  # NaN in rows that see nothing
     out_HME = torch.where(visible_MN, p_HMN, 0.0) @ v_HNE
     return out_HME, torch.where(live_M, torch.logsumexp(s_HMN.float(), -1), -math.inf)
 

@@ -43,6 +43,7 @@ LATENCY = {
 }
 _OTHER_LATENCY = 16
 _SOURCES_READ = 12  # assumed cycles until the sources of an instruction may be overwritten
+_MAX_LEAD = 2  # whole iterations that greedy issue may put one warp ahead of another
 _MMA_DEPTH = 16  # K of a kind::f16 MMA
 _LANES = 128  # of tensor memory; 4 bytes each per column
 
@@ -158,7 +159,10 @@ def _replay(instructions, warps: int, iterations: int, offset: int) -> float:
     now, last = 0, 0
     while min(len(e) for e in ends) < iterations:
         chosen, earliest = None, None
+        slowest = min(len(e) for e in ends)
         for warp in ((last + k) % warps for k in range(warps)):  # greedy: stay on the last warp
+            if len(ends[warp]) > slowest + _MAX_LEAD:
+                continue
             _, _, _, boards, pipe, _, _ = program[position[warp]]
             at = max(ready[warp], *(done[warp][b] for b in boards), free[pipe] if pipe else 0, 0)
             if at <= now:

@@ -108,6 +108,13 @@ def test_llm_like_rescales_rarely_but_does(heads, heads_kv):
     assert first > scores(problem)[..., 1:].mean() + 4  # the first token attracts
 
 
+def test_llm_like_aligns_the_last_query_with_the_last_key(monkeypatch):
+    firsts = []
+    monkeypatch.setattr(inputs, "_rope", lambda x, first: firsts.append(first) or x)
+    inputs.make("llm_like", **SMALL)
+    assert firsts == [384 - 64, 0]
+
+
 def test_llm_like_outliers_turn_with_position():
     problem = inputs.make("llm_like", **SMALL, dtype=torch.float32)
     power = problem.q.square().mean((0, 1, 2))
@@ -172,6 +179,12 @@ def test_surrounded_by_nan(dtype):
         assert storage.isnan().any() and storage.isinf().any()
         below = x.as_strided(x.shape, x.stride(), x.storage_offset() - 1)[..., 0]
         assert not below.isfinite().any()
+
+
+def test_excluded_nan_always_leaves_a_row_out():
+    tiny = {**SMALL, "batch": 64, "seqlen_q": 2, "seqlen_k": 3}
+    problem = inputs.make("excluded_nan", **tiny)
+    assert (problem.seqused_q == 1).all() and set(problem.seqused_k.tolist()) == {1, 2}
 
 
 def test_excluded_nan():
@@ -295,6 +308,9 @@ def test_load_refuses_other_files(tmp_path, monkeypatch):
     torch.save(tensors(q="text"), tmp_path / "text.pt")
     with pytest.raises(TypeError, match="q is str"):
         inputs.load_qkv(tmp_path / "text.pt")
+    torch.save({**tensors(), "note": tmp_path}, tmp_path / "object.pt")
+    with pytest.raises(TypeError, match="could run code"):
+        inputs.load_qkv(tmp_path / "object.pt")
     path = save(tmp_path / "x.safetensors", tensors())
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ImportError, match="pip install safetensors"):

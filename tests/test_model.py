@@ -367,13 +367,14 @@ def test_cycles_of_stage_01_by_hand(stage, machine, head_dim, tile_n):
 
     scores, outputs = rows * tile_n, rows * head_dim
     fmas = scores * head_dim  # of one product
+    port = fmas / 4 / 32 * m["smem_broadcast_passes"]  # a warp's 16-byte load feeds 4 FMAs a lane
     one_tile = (
         2 * load(tile_n * head_dim)
         + 2 * m["barrier_latency"]
-        + max(fmas / m["fma"], (fmas + outputs) * word / m["smem"])  # QK reads Q once
+        + max(fmas / m["fma"], port + outputs * word / m["smem"])  # QK reads Q once
         + max(scores / m["mufu"], 2 * scores / m["fma"], scores / m["alu"])  # softmax
         + outputs / m["fma"]  # rescale
-        + max(fmas / m["fma"], fmas * word / m["smem"])  # PV
+        + max(fmas / m["fma"], port)  # PV
     )
     store = max(outputs / m["fma"], outputs * 2 / m["gmem"])
     run = stage.simulate(given.q, given.k, given.v, machine=machine)

@@ -264,6 +264,12 @@ def test_metrics_by_hand():
         verdict["median"]
 
 
+def test_a_metric_that_is_nan_fails():
+    assert not numerics.Metric("max_abs", NAN, 1.0, 2.0, None, None, None).ok
+    assert not numerics.Metric("max_abs", 1.0, NAN, NAN, None, None, None).ok
+    assert numerics.Metric("max_rel", NAN, 1.0, None, None, None, None).ok
+
+
 def test_as_dict_is_json(case):
     out = case.out.clone()
     out[0, 0, 0, 0] = NAN
@@ -352,5 +358,7 @@ def test_argument_errors():
         numerics.compare(x, x, x, floor=NAN)
     with pytest.raises(ValueError, match="floor has shape"):
         numerics.compare(x, x, x, floor=torch.zeros(3))
+    with pytest.raises(ValueError, match="at least 0"):
+        numerics.compare(x, x, x, floor=torch.full((2, 3), -0.5))
     with pytest.raises(TypeError, match="float64"):
         numerics.poison_(torch.zeros(2).double())

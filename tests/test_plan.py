@@ -95,6 +95,9 @@ def test_a_plan_like_the_last_stages_passes():
         _budgets(168, 168, 168, launch=168),
         _smem(SmemBuffer("sQ", MAX_SMEM_BYTES)),
         _tmem(TmemRegion("S", 0, 512)),
+        _tmem(TmemRegion("S", 511, 1)),
+        Plan(roles=(Role("A", range(0, 32)),)),
+        _barriers(replace(ROWS_DONE, number=0)),
         _barriers(replace(ROWS_DONE, number=14)),
     ],
 )
@@ -138,7 +141,7 @@ BAD = {
         GOOD.with_changes(roles=(*ROLES[:3], replace(ROLES[3], registers=24), *ROLES[4:])),
         r"warps 12 \.\.\. 15 share one setmaxnreg.*MMA 24, LOAD 48, EMPTY 48",
     ),
-    "tmem beyond 512": (_tmem(TmemRegion("O", 400, 128)), r"O: columns 400 \.\.\. 527 leave"),
+    "tmem beyond 512": (_tmem(TmemRegion("O", 385, 128)), r"O: columns 385 \.\.\. 512 leave"),
     "tmem before 0": (_tmem(TmemRegion("O", -8, 128)), r"O: columns -8"),
     "tmem empty": (_tmem(TmemRegion("O", 8, 0)), "O: 0 columns"),
     "tmem overlap": (
@@ -268,3 +271,14 @@ def test_an_alias_is_declared_on_either_side():
     _tmem(replace(first, aliases=("P",)), second).check()
     _tmem(first, replace(second, aliases=("S",))).check()
     _tmem(first, replace(second, column=128)).check()  # side by side: no overlap
+
+
+def test_shared_memory_is_aligned_to_powers_of_two_up_to_1024():
+    allowed = []
+    for align in range(1, 2049):
+        try:
+            _smem(SmemBuffer("sQ", 8, align=align)).check()
+            allowed.append(align)
+        except PlanError:
+            continue
+    assert allowed == [8, 16, 32, 64, 128, 256, 512, 1024]

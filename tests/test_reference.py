@@ -317,6 +317,7 @@ def test_a_bad_live_query_row_leaves_the_keys_it_misses_unspecified(which):
     assert not grads.unspecified_k[0, 1].any() and not grads.unspecified_q.any()
     assert grads.dk[0, :4, 0].isnan().all()
     close(grads.dk[0, 4:], clean.dk[0, 4:])
+    close(grads.dv[0, 4:], clean.dv[0, 4:])
     assert grads.dq[0, 2, 1].isnan().all() and grads.dq[0, 3:].isfinite().all()
 
 
@@ -327,6 +328,39 @@ def test_a_bad_query_row_that_sees_nothing_has_an_unspecified_gradient():
     grads = reference.attention_backward(q, k, v, dout, causal=True)
     assert grads.unspecified_q.nonzero().tolist() == [[0, 0, 1]]
     assert grads.unspecified_k[0, 0].all() and (grads.dq[0, 1, 0] == 0).all()
+
+
+def test_unused_rows_are_never_unspecified():
+    q, k, v, dout, *_ = inputs(batch=1, sq=6, sk=6)
+    v[0, 4] = NAN
+    options = {"causal": True, "seqused_q": [5], "seqused_k": [5]}
+    flags = reference.attention(q, k, v, **options).unspecified
+    assert flags[0, :, :4].all() and not flags[0, :, 4:].any()
+    grads = reference.attention_backward(q, k, v, dout, **options)
+    assert torch.equal(grads.unspecified_q, flags)
+    assert grads.unspecified_k[0, :, :5].all() and not grads.unspecified_k[0, :, 5].any()
+
+
+def test_a_key_that_spoils_every_row_leaves_the_others_keys_unspecified():
+    q, k, v, dout, *_ = inputs(batch=1, sq=6, sk=6)
+    k[0, 0] = NAN  # causal: every query sees it, query 0 sees nothing else
+    grads = reference.attention_backward(q, k, v, dout, causal=True)
+    assert not grads.unspecified_q.any() and grads.dq.isnan().all()
+    assert grads.unspecified_k[0, 0].tolist() == [False] + [True] * 5
+
+
+@pytest.mark.parametrize("level", [1000.0, -1000.0])
+def test_extreme_sinks(level):
+    q, k, v, *_ = inputs(batch=1, sq=4, sk=2)
+    sink = torch.full((4,), level, dtype=torch.float64)
+    plain = reference.attention(q, k, v, causal=True)
+    sunk = reference.attention(q, k, v, causal=True, sink=sink)
+    assert (sunk.lse[..., :2] == level).all()
+    if level > 0:
+        assert (sunk.lse == level).all() and (sunk.out == 0).all()
+    else:
+        close(sunk.lse[..., 2:], plain.lse[..., 2:])
+        close(sunk.out, plain.out)
 
 
 @pytest.mark.parametrize("place", ["q", "k"])
@@ -510,13 +544,13 @@ def test_same_precision_in_float32_is_nearly_the_oracle(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_same_precision_rounds_at_every_step(dtype):
     q, k, v, *_ = inputs(batch=1, sq=40, sk=50, heads=1, heads_kv=1, dim=16, dim_v=16, dtype=dtype)
-    out, lse = reference.same_precision(q, k, v)
-    scores = (q[0, :, 0] @ k[0, :, 0].T) * 0.25
+    out, lse = reference.same_precision(q, k, v, softmax_scale=0.3)
+    scores = (q[0, :, 0] @ k[0, :, 0].T) * 0.3
     assert scores.dtype == dtype
     assert torch.equal(out[0, :, 0], torch.softmax(scores, -1) @ v[0, :, 0])
     close(lse[0, 0], torch.logsumexp(scores.float(), -1), 1e-6)
     assert out.dtype == dtype and lse.dtype == torch.float32
-    error = (out.double() - reference.attention(q, k, v).out).abs().max()
+    error = (out.double() - reference.attention(q, k, v, softmax_scale=0.3).out).abs().max()
     assert torch.finfo(dtype).eps / 50 < error < 4 * torch.finfo(dtype).eps
     grads = reference.same_precision_backward(q, k, v, out)
     assert grads.dq.dtype == grads.dk.dtype == grads.dv.dtype == dtype

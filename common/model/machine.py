@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines as data: each figure with its unit, where it comes from and how far to trust it.
 
-The figures are published specifications and public measurements by others; none was measured by
-this project. `confidence` is high (documented, or measured by several), medium or low (assumed).
+The figures are published specifications and public measurements, but for one that this project
+measured. `confidence` is high (documented, or measured by several), medium or low (assumed).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Machine:
     """A GPU as the SM model sees it. `machine["fma"]` is a figure's value.
 
     Keys: clock (Hz), sms, and per SM and clock: fma, alu, mufu (lane results), smem and gmem
-    (bytes); latencies in cycles: gmem_latency, barrier_latency.
+    (bytes); smem_broadcast_passes; latencies in cycles: gmem_latency, barrier_latency.
     """
 
     name: str
@@ -41,6 +41,12 @@ _SHARED = {
     "fma": Figure(128, "lanes/clk/SM", "CUDA Programming Guide, arithmetic throughput", "high"),
     "alu": Figure(64, "lanes/clk/SM", "CUDA Programming Guide, integer and compare", "medium"),
     "mufu": Figure(16, "results/clk/SM", "FlashAttention-4 paper, section 2.2", "high"),
+    "smem_broadcast_passes": Figure(
+        2,
+        "passes of the port for a warp's 16-byte load of one address",
+        "measured on an H200, 2026-11-29: ncu, 276.9e6 load wavefronts / 136.3e6 loads of stage 01",
+        "medium",
+    ),
     "smem": Figure(128, "B/clk/SM", "FlashAttention-4 paper, section 2.2", "high"),
     "gmem_latency": Figure(
         800, "cycles", "public microbenchmarks of B300, unloaded DRAM", "medium"

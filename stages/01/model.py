@@ -6,6 +6,7 @@ import math
 import torch
 
 from ..common.model import Buffer, Machine, Role, Run, Sm, grid_run
+from ..common.plan import THREADS_PER_WARP
 from . import config
 
 LN2 = math.log(2.0)
@@ -70,20 +71,25 @@ def load_tile(role: Role, source: torch.Tensor, target: Buffer, tile: int = -1):
 
 
 def mma_qk(role: Role, sQ: Buffer, sK: Buffer, tile: int):
-    """S = Q K^T (TILE_M, tile_n); each loaded word of K feeds one FMA of every thread."""
+    """S = Q K^T (TILE_M, tile_n)."""
     q, k = role.read(sQ), role.read(sK)
-    fmas = q.numel() * len(k)
-    loads = fmas * WORD + q.numel() * WORD  # bytes delivered to registers: K, and Q once
-    yield from role.execute("mma_qk", tile, fma=fmas, smem=loads)
+    own = q.numel() * WORD  # a thread reads its row of Q once, and no other thread does
+    yield from role.execute("mma_qk", tile, **products(role, q.numel() * len(k), own))
     return q @ k.T
 
 
 def mma_pv(role: Role, p: torch.Tensor, sV: Buffer, out: torch.Tensor, tile: int):
     """O + P V (TILE_M, d)."""
     v = role.read(sV)
-    fmas = p.numel() * v.shape[1]
-    yield from role.execute("mma_pv", tile, fma=fmas, smem=fmas * WORD)
+    yield from role.execute("mma_pv", tile, **products(role, p.numel() * v.shape[1]))
     return out + p @ v
+
+
+def products(role: Role, fmas: int, own_bytes: int = 0) -> dict[str, float]:
+    """Engine use of `fmas` FMAs: one broadcast 16-byte load of each warp feeds VECTOR of them."""
+    loads = fmas / VECTOR / THREADS_PER_WARP
+    passes = role.sm.machine["smem_broadcast_passes"]
+    return {"fma": fmas, "smem": loads * passes * role.sm.machine["smem"] + own_bytes}
 
 
 def online_softmax_step(s, row_max, row_sum, scale_log2: float):

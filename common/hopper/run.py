@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a stage's rewritten kernel on an sm_90 GPU: functional, and slow. Runs: host."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pathlib
+import shutil
+import tempfile
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from ..compile import CompileKey, cache_folder, fingerprint, forward_arguments, require_dsl
+from ..stage import Stage
+from .build import HopperObject, build, read_object
+from .rewrite import rewriter_hash
+from .session import Session
+
+ARTEFACTS = "FLASH_LADDER_ARTEFACTS"  # folder that `flash-ladder pack` wrote
+
+
+class FunctionalOnly(UserWarning):
+    """The kernel runs with tensor memory in software: its results count, its speed does not."""
+
+
+@functools.cache
+def session(device_index: int) -> Session:
+    """The engine's memory on one GPU, made once a process."""
+    return Session(torch.device("cuda", device_index))
+
+
+@dataclass(frozen=True)
+class HopperKernel:
+    """A rewritten kernel, loaded. `function` takes what a `CompiledKernel`'s does."""
+
+    key: CompileKey
+    object: HopperObject
+    device_index: int
+
+    @property
+    def ptx(self) -> str:
+        """The sm_100a PTX that was rewritten."""
+        return self.object.ptx
+
+    @functools.cached_property
+    def _launch(self):
+        return self.object.load(session(self.device_index).control_address)
+
+    def function(self, *arguments) -> None:
+        """Launch, wait for the end, and raise HopperExecutionError if the engine saw a fault."""
+        engine = session(self.device_index)
+        launch = self._launch
+        engine.reset()
+        try:
+            launch(*arguments)
+            torch.cuda.synchronize(self.device_index)
+        finally:
+            engine.check(self.ptx)
+
+
+def hopper_kernel(stage: Stage, dtype: str, head_dim: int, device: torch.device) -> HopperKernel:
+    """The stage's sm_100a kernel, rewritten, for a Hopper GPU; built once and kept on disk.
+
+    Looks in the folder that the environment variable FLASH_LADDER_ARTEFACTS names, then in the
+    cache. Warns once a process that this is functional execution.
+    """
+    _warn()
+    key = CompileKey(stage.number, "sm_100a", dtype, head_dim)
+    folder = packed_folder(key) or cache_folder() / f"hopper-{key.name}-{_mark(stage, key)}"
+    try:
+        found = read_object(folder)
+    except (FileNotFoundError, ValueError):
+        found = _build_into(stage, key, folder)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return loaded(key, found, index)
+
+
+@functools.cache
+def loaded(key: CompileKey, found: HopperObject, index: int) -> HopperKernel:
+    return HopperKernel(key, found, index)
+
+
+@functools.cache
+def _warn() -> None:
+    warnings.warn(
+        "Hopper GPU: this sm_100a kernel runs rewritten, with tensor memory in software. Its "
+        "results are real; its speed says nothing about Blackwell.",
+        FunctionalOnly,
+        stacklevel=4,
+    )
+
+
+def packed_folder(key: CompileKey) -> pathlib.Path | None:
+    """Where an ahead-of-time artefact for `key` lies, or None."""
+    root = os.environ.get(ARTEFACTS)
+    folder = pathlib.Path(root) / key.name if root else None
+    return folder if folder and (folder / "facts.json").is_file() else None
+
+
+def _mark(stage: Stage, key: CompileKey) -> str:
+    return hashlib.sha256((fingerprint(stage, key) + rewriter_hash()).encode()).hexdigest()[:24]
+
+
+def _build_into(stage: Stage, key: CompileKey, folder: pathlib.Path) -> HopperObject:
+    """Build beside `folder` and rename: other processes see all of it or nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
+    try:
+        pack(stage, key, scratch)
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        try:
+            scratch.rename(folder)
+        except OSError:  # another process was first
+            pass
+        return read_object(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def pack(stage: Stage, key: CompileKey, folder: pathlib.Path) -> HopperObject:
+    """Compile, rewrite and write a runnable object to the existing, empty `folder`. No GPU."""
+    require_dsl()
+    symbol = f"flash_ladder_{key.name}".replace("-", "_")
+    return build(stage.kernel.attention, forward_arguments(key), folder, symbol)

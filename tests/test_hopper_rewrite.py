@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewriting PTX for sm_90a: what passes, what is lowered, what is refused. No GPU."""
+
+import re
+import subprocess
+
+import pytest
+from flash_ladder.common.compile import compile_stage
+from flash_ladder.common.hopper import operations
+from flash_ladder.common.hopper.rewrite import HopperRewriteError, rewrite, rewriter_hash
+from flash_ladder.common.ptx import read
+from flash_ladder.common.sass import MissingTool, find_tool
+from flash_ladder.common.stage import Stage
+
+HEAD = """.version 8.8
+.target sm_100a
+.address_size 64
+.extern .shared .align 1024 .b8 smem[];
+.visible .entry k(.param .b64 p0, .param .align 64 .b8 p1[128])
+.reqntid 192, 1, 1
+.minnctapersm 1
+{
+.reg .pred %p<4>; .reg .b16 %h<4>; .reg .b32 %r<64>; .reg .f32 %f<8>; .reg .b64 %rd<16>;
+.reg .b128 %q<2>;
+"""
+TAIL = "ret;\n}\n"
+
+# The engine's functions as declarations, so that rewritten kernels assemble on their own.
+ENGINE = {
+    "fl_enter": ("b64", "b32 b32"),
+    "fl_engine": ("", "b64 b32 b32"),
+    "fl_exit": ("", "b64"),
+    "fl_fault": ("", "b32 b32 b32 b32 b32 b32"),
+    "fl_wait_failed": ("", "b64 b32 b32 b32 b32 b64"),
+    "fl_tmem": ("b64", "b64 b32 b32 b32 b32"),
+    "fl_push_mma": ("", "b64 b32 b32 b32 b64 b64 b32 b32"),
+    "fl_push_commit": ("", "b64 b32 b32 b32 b32"),
+    "fl_push_tma": ("", "b64 b32 b32 b32 b64 b64 b32 b32 b32 b32 b32 b32 b32"),
+    "fl_alloc": ("", "b64 b32 b32 b32"),
+    "fl_dealloc": ("", "b64 b32 b32 b32"),
+    "fl_relinquish": ("", "b64 b32"),
+    "fl_cluster_arrive": ("", "b64 b32 b32"),
+    "fl_cluster_wait": ("", "b64 b32 b32"),
+}
+
+
+def declarations() -> str:
+    lines = []
+    for name, (result, arguments) in ENGINE.items():
+        returned = f"(.param .{result} r) " if result else ""
+        passed = ", ".join(f".param .{kind} a{i}" for i, kind in enumerate(arguments.split()))
+        lines.append(f".extern .func {returned}{name} ({passed});")
+    return "\n".join(lines)
+
+
+def kernel(*statements: str) -> str:
+    """A module whose only kernel uses tensor memory and then does `statements`."""
+    alloc = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 512;"
+    return HEAD + "\n".join([alloc, *statements]) + "\n" + TAIL
+
+
+def assembled(ptx: str, tmp_path) -> None:
+    """Assert that ptxas takes the rewritten kernel for sm_90a."""
+    try:
+        ptxas = find_tool("ptxas")
+    except MissingTool as missing:
+        pytest.skip(str(missing))
+    source = tmp_path / "k.ptx"
+    source.write_text(ptx)
+    command = [ptxas, "-arch=sm_90a", "-c", "-O0", str(source), "-o", str(tmp_path / "k.o")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:3000]
+
+
+def registers(count: int, first: int = 8) -> str:
+    return "{" + ", ".join(f"%r{first + i}" for i in range(count)) + "}"
+
+
+LOWERED = {
+    "alloc pair": "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1+4], %r2;",
+    "dealloc": "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 512;",
+    "relinquish": "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
+    "wait ld": "tcgen05.wait::ld.sync.aligned;",
+    "wait st": "tcgen05.wait::st.sync.aligned;",
+    "fence before": "tcgen05.fence::before_thread_sync;",
+    "fence after": "tcgen05.fence::after_thread_sync;",
+    "ld x1": "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r8}, [%r1];",
+    "ld x32": f"tcgen05.ld.sync.aligned.32x32b.x32.b32 {registers(32)}, [%r1+64];",
+    "ld 16x64b": f"tcgen05.ld.sync.aligned.16x64b.x4.b32 {registers(4)}, [%r1];",
+    "ld 16x128b": f"tcgen05.ld.sync.aligned.16x128b.x4.b32 {registers(8)}, [%r1];",
+    "ld 16x256b": f"tcgen05.ld.sync.aligned.16x256b.x4.b32 {registers(16)}, [%r1];",
+    "st": f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r1], {registers(16)};",
+    "mma SS": "tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, %p1;",
+    "mma TS": "tcgen05.mma.cta_group::1.kind::f16 [%r1], [%r2+32], %rd2, %r3, 1;",
+    "mma pair": "tcgen05.mma.cta_group::2.kind::f16 [%r1], %rd1, %rd2, %r3, !%p1;",
+    "mma collector": "@%p2 tcgen05.mma.cta_group::2.kind::f16.collector::a::discard "
+    "[%r1], %rd1, %rd2, %r3, {%r4, %r5, %r6, %r7, %r4, %r5, %r6, %r7}, %p1;",
+    "commit": "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];",
+    "commit pair": "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster"
+    ".multicast::cluster.b64 [%r1+8], %h1;",
+    "tma": "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+    ".L2::cache_hint [%r1+1024], [%rd1, {%r2, %r3, %r4, %r5}], [%r6], %rd2;",
+    "tma pair": "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    ".L2::cache_hint.cta_group::2 [%r1], [%rd1, {%r2, %r3}], [%r6], %rd2;",
+    "tma plain": "cp.async.bulk.tensor.2d.shared::cluster.global.tile"
+    ".mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, 0}], [%r6+16];",
+    "bulk": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[%r1], [%rd1+256], %r3, [%r6];",
+    "wait": "mbarrier.try_wait.parity.shared.b64 %p1, [%r1+8], %r2, 10000000;",
+    "wait guarded": "@%p2 mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2;",
+    "try cancel": "clusterlaunchcontrol.try_cancel.async.shared::cta"
+    ".mbarrier::complete_tx::bytes.b128 [%r1], [%r2+8];",
+    "try cancel for all": "@%p1 clusterlaunchcontrol.try_cancel.async.shared::cta"
+    ".mbarrier::complete_tx::bytes.multicast::cluster::all.b128 [%r1], [%r2];",
+    "is canceled": "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p1, %q1;",
+    "first cta": "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 "
+    "{%r1, %r2, %r3, %r4}, %q1;",
+    "cluster arrive": "barrier.cluster.arrive.relaxed.aligned;",
+    "cluster wait": "barrier.cluster.wait.acquire;",
+    "setmaxnreg": "setmaxnreg.inc.sync.aligned.u32 192;",
+    "launch dependents": "griddepcontrol.launch_dependents;",
+    "barrier of all": "bar.sync 1;",
+    "fma2": "fma.rn.f32x2 %rd1, %rd2, %rd3, %rd4;",
+    "add2 down": "add.rm.ftz.f32x2 %rd1, %rd2, %rd3;",
+    "mul2": "mul.f32x2 %rd1, %rd2, %rd2;",
+    "max3": "max.NaN.f32 %f1, %f2, %f3, %f4;",
+    "mixed fma": "fma.rn.f32.bf16 %f1, %h1, %h2, %f3;",
+    "mixed add": "add.f32.f16 %f1, %h1, %f3;",
+    "load 256 bits": f"ld.global.v8.b32 {registers(8)}, [%rd1+32];",
+    "load over own address": "ld.global.v4.b64 {%rd1, %rd2, %rd3, %rd4}, [%rd1];",
+    "store 256 bits": "@!%p1 st.global.v4.b64 [%rd1], {%rd2, %rd3, %rd4, %rd5};",
+}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowering_assembles(name, tmp_path):
+    text = rewrite(kernel(LOWERED[name]), declarations())
+    opcode = next(word for word in LOWERED[name].rstrip(";").split() if not word.startswith("@"))
+    code = "\n".join(line for line in text.splitlines() if not line.startswith("//"))
+    if not opcode.startswith(("mbarrier", "bar", "max", "setmaxnreg")):
+        assert not re.search(rf"(?m)^(@\S+ )?{re.escape(opcode)}[ ;]", code), "still there"
+    assembled(text, tmp_path)
+
+
+NATIVE = (
+    "mbarrier.init.shared.b64 [%r1], 1;",
+    "mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r1], %r2;",
+    "elect.sync %r3|%p1, -1;",
+    "bar.sync 2, 64;",
+    "cp.async.bulk.commit_group;",
+    "cp.async.bulk.wait_group.read 0;",
+    "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group.L2::cache_hint "
+    "[%rd1, {%r1, %r2, %r3, %r4}], [%r5], %rd2;",
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd1], [%r1], %r2;",
+    "fence.proxy.async.shared::cta;",
+    "ex2.approx.ftz.f32 %f1, %f2;",
+    "max.f32 %f1, %f2, %f3;",
+    "mapa.shared::cluster.u32 %r1, %r2, 0;",
+)
+
+
+@pytest.mark.parametrize("statement", NATIVE)
+def test_native_passes_unchanged(statement, tmp_path):
+    text = rewrite(kernel(statement), declarations())
+    assert statement in text
+    assembled(text, tmp_path)
+
+
+REFUSED = {
+    "other kind": "tcgen05.mma.cta_group::1.kind::tf32 [%r1], %rd1, %rd2, %r3, %p1;",
+    "weight stationary": "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, %p1;",
+    "sparse": "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r4], %r3, %p1;",
+    "scaled accumulator": "tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, %p1, 2;",
+    "copy to tmem": "tcgen05.cp.cta_group::1.128x256b [%r1], %rd1;",
+    "packed load": "tcgen05.ld.sync.aligned.32x32b.x1.pack::16b.b32 {%r8}, [%r1];",
+    "wrong register count": "tcgen05.ld.sync.aligned.32x32b.x4.b32 {%r8, %r9}, [%r1];",
+    "multicast load": "cp.async.bulk.tensor.2d.shared::cluster.global.tile"
+    ".mbarrier::complete_tx::bytes.multicast::cluster [%r1], [%rd1, {%r2, %r3}], [%r6], %h1;",
+    "gather": "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4"
+    ".mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3, %r4, %r5, %r6}], [%r6];",
+    "fp4 conversion": "cvt.rn.satfinite.e2m1x2.f32 %h1, %f1, %f2;",
+    "unknown operation": "hypercube.rotate %r1, %r2;",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusal_names_line_and_text(name):
+    ptx = kernel("mov.u32 %r1, %tid.x;", REFUSED[name])
+    line = ptx[: ptx.index(REFUSED[name])].count("\n") + 1
+    with pytest.raises(HopperRewriteError) as refused:
+        rewrite(ptx, declarations())
+    assert f"line {line}:" in str(refused.value)
+    assert REFUSED[name].rstrip(";") in str(refused.value)
+
+
+def test_threads_are_appended_and_limits_dropped():
+    text = rewrite(kernel(), declarations())
+    assert ".reqntid 352, 1, 1" in text and ".minnctapersm" not in text
+    assert ".target sm_90a" in text and "sm_100a" not in re.sub(r"//.*", "", text)
+
+
+def test_ntid_is_that_of_the_kernel():
+    assert "mov.b32 %r5, 192;" in rewrite(kernel("mov.u32 %r5, %ntid.x;"), declarations())
+
+
+@pytest.mark.parametrize("threads", ("48", "896", "64, 2"))
+def test_thread_counts_refused(threads):
+    with pytest.raises(HopperRewriteError, match="threads"):
+        rewrite(kernel().replace("192, 1, 1", threads), declarations())
+
+
+def test_guard_skips_all_of_a_lowering(tmp_path):
+    text = rewrite(kernel("@!%p3 " + LOWERED["mma SS"]), declarations())
+    skip = re.search(r"@%p3 bra (\$fl_skip_\d+);", text)
+    assert skip and text.index(f"{skip[1]}:") > text.index("call fl_push_mma")
+
+
+def test_kernel_without_tensor_memory_keeps_its_threads(tmp_path):
+    ptx = HEAD + "fma.rn.f32x2 %rd1, %rd2, %rd3, %rd4;\nbar.sync 0;\n" + TAIL
+    text = rewrite(ptx, "")
+    assert ".reqntid 192, 1, 1" in text and "fl_" not in text.replace("%fl_", "")
+    assembled(text, tmp_path)
+
+
+def test_fragment_offsets():
+    """A 16-lane load covers each word of its 16 x columns block once; thread bases are disjoint."""
+    bases = {
+        "32x32b": lambda t: (t, 0),
+        "16x64b": lambda t: (t // 4 + 8 * (t % 2), t // 2 % 2),
+        "16x128b": lambda t: (t // 4, t % 4),
+        "16x256b": lambda t: (t // 4, t % 4 * 2),
+    }
+    for shape, base in bases.items():
+        words = set()
+        for thread in range(32):
+            lane, column = base(thread)
+            for offset in operations.transfer_offsets(shape, 2):
+                words.add((lane + offset % 512 // 4, column + offset // 512))
+        lanes = 32 if shape == "32x32b" else 16
+        columns = operations.transfer_columns(shape, 2)
+        assert words == {(lane, column) for lane in range(lanes) for column in range(columns)}
+
+
+def printed(ptx: str) -> str:
+    """What the rewriter would print if it lowered nothing."""
+    bare = (":", "{", "}", ".version", ".target", ".address_size", ".file", ".loc")
+    bare += (".entry", ".func")
+    statements = read(ptx).statements
+    return "\n".join(s.text + ("" if s.opcode in bare else ";") for s in statements)
+
+
+def test_round_trip_of_compiled_code():
+    pytest.importorskip("cutlass", reason="needs the CuTe DSL")
+    ptx = compile_stage(Stage(1)).ptx
+    first, again = read(ptx).statements, read(printed(ptx)).statements
+    assert [(s.opcode, s.operands, s.predicate) for s in first] == [
+        (s.opcode, s.operands, s.predicate) for s in again
+    ]
+
+
+def test_stage_01_rewritten_assembles(tmp_path):
+    pytest.importorskip("cutlass", reason="needs the CuTe DSL")
+    text = rewrite(compile_stage(Stage(1)).ptx, "")
+    assert "f32x2" not in re.sub(r"//.*", "", text)
+    assembled(text, tmp_path)
+
+
+def test_rewriter_hash_is_stable():
+    assert rewriter_hash() == rewriter_hash() and len(rewriter_hash()) == 64

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pytest -m peer`: upstream flash-attn-4, unmodified, executed on a Hopper GPU.
+
+The engine and the rewriter are judged on kernels that other people wrote and verified on Blackwell:
+if they come out right, execution here means something for ours.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+from flash_ladder.common import numerics, reference
+
+pytestmark = pytest.mark.peer
+
+
+def skip_reason() -> str | None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return "needs a Hopper GPU (sm_90)"
+    if importlib.util.find_spec("flash_attn") is None:
+        return "needs the package flash-attn-4"
+    return None
+
+
+@pytest.fixture
+def flash_attn_func(monkeypatch):
+    """Upstream's op, made to choose its sm_100 kernels, compiled through the rewriter."""
+    reason = skip_reason()
+    if reason:
+        pytest.skip(reason)
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_100")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
+    from flash_attn.cute.interface import flash_attn_func
+    from flash_ladder.common.hopper.redirect import redirected
+
+    with redirected(torch.device("cuda")):
+        yield flash_attn_func
+
+
+CASES = [
+    (seqlen, causal, heads_kv)
+    for seqlen in (512, 777, 1000)
+    for causal in (False, True)
+    for heads_kv in (4, 1)
+]
+
+
+@pytest.mark.parametrize("seqlen, causal, heads_kv", CASES)
+def test_forward_and_backward(flash_attn_func, seqlen, causal, heads_kv):
+    generator = torch.Generator("cuda").manual_seed(seqlen)
+
+    def tensor(heads):
+        shape = (2, seqlen, heads, 128)
+        return torch.randn(
+            shape, dtype=torch.bfloat16, device="cuda", generator=generator
+        ).requires_grad_()
+
+    q, k, v = tensor(4), tensor(heads_kv), tensor(heads_kv)
+    dout = torch.randn(q.shape, dtype=q.dtype, device="cuda", generator=generator)
+    result = flash_attn_func(q, k, v, causal=causal)
+    out = result[0] if isinstance(result, tuple) else result
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    truth = reference.attention(q, k, v, causal=causal)
+    yardstick = reference.same_precision(q, k, v, causal=causal)
+    numerics.compare(out, truth.out, yardstick[0], name="out").check()
+    exact = reference.attention_backward(q, k, v, dout, causal=causal)
+    baseline = reference.same_precision_backward(q, k, v, dout, causal=causal)
+    stored = reference.stored_output_error(q, k, v, dout, out_dtype=out.dtype, causal=causal)
+    for name, found in zip(("dq", "dk", "dv"), gradients):
+        true, base = getattr(exact, name), getattr(baseline, name)
+        floor = numerics.half_ulp(true, found.dtype) + getattr(stored, name).abs()
+        numerics.compare(found, true, base, floor=floor, rows=False, name=name).check()
