@@ -11,6 +11,7 @@ import platform
 import pytest
 from flash_ladder.common import compile as compiling
 from flash_ladder.common.compile import CompileKey, DslMissing, compile_stage
+from flash_ladder.common.plan import PlanError, SmemBuffer
 from flash_ladder.common.ptx import ptx_hash
 from flash_ladder.common.stage import Stage
 
@@ -193,6 +194,14 @@ def test_versions_are_those_installed(monkeypatch):
 def test_what_the_stage_does_not_have_is_refused(stage, arguments, words):
     with pytest.raises(ValueError, match=f"stage 01 {words}"):
         compile_stage(stage, **arguments)
+
+
+def test_a_plan_that_cannot_work_is_not_compiled(stage, fake, monkeypatch):
+    over = stage.config.plan(128).with_changes(smem=(SmemBuffer("sQ", 2**18),))
+    monkeypatch.setattr(stage.config, "plan", lambda head_dim: over)
+    with pytest.raises(PlanError, match="shared memory 262144 B exceeds"):
+        compile_stage(stage)
+    assert not fake
 
 
 @pytest.mark.parametrize("missing", ["cutlass", "tvm_ffi"])

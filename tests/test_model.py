@@ -335,6 +335,7 @@ def test_busy_and_spent_on_account_for_every_cycle():
 
     sm = _sm(load)
     cycles = sm.run()
+    assert {span.tile for span in sm.trace} == {-1}  # no tile was named
     run = Run(TOY, None, None, (cycles,), tuple(sm.trace), 1, 0.0)
     assert run.spent_on() == {"fetch": 30, "product": 20, "exp": 10}
     assert sum(run.spent_on().values()) == cycles
