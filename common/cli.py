@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Annotated, Optional
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # help and errors as plain lines, readable in a pipe as well
 )
 console = Console()
 errors = Console(stderr=True)
@@ -50,6 +52,18 @@ StageArgument = Annotated[
 ]
 
 
+def _complain(error: Exception) -> None:
+    errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(*columns: str, whole: int, title: str | None = None) -> Table:
+    """A table that stays readable at 80 columns: its first `whole` columns are never broken."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, name in enumerate(columns):
+        table.add_column(name, overflow="fold", no_wrap=index < whole)
+    return table
+
+
 def clear_errors(command: Callable) -> Callable:
     """Expected errors become one line and exit code 1 (bad values: 2)."""
 
@@ -57,11 +71,13 @@ def clear_errors(command: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         try:
             return command(*args, **kwargs)
+        except typer.Exit:  # a RuntimeError, but no failure
+            raise
         except (ValueError, TypeError, FileNotFoundError, ImportError) as wrong:
-            errors.print(f"error: {wrong}", style="red", markup=False, highlight=False)
+            _complain(wrong)
             raise typer.Exit(2) from wrong
         except (RuntimeError, AssertionError, OSError) as failed:
-            errors.print(f"error: {failed}", style="red", markup=False, highlight=False)
+            _complain(failed)
             raise typer.Exit(1) from failed
 
     return wrapped
@@ -73,7 +89,7 @@ def doctor() -> None:
     """What this machine can do, and what would unlock the rest."""
     from .doctor import abilities
 
-    table = Table("", "what", "found", "unlocks")
+    table = _table("", "what", "found", "unlocks", whole=2)
     for row in abilities():
         mark = "[green]yes[/]" if row.found else "[yellow]no[/]"
         table.add_row(mark, row.name, row.detail, row.unlocks)
@@ -84,10 +100,10 @@ def doctor() -> None:
 @clear_errors
 def stages() -> None:
     """The ladder: every stage, its idea, and what has run where."""
-    table = Table("stage", "name", "idea", "executed on hardware")
+    table = _table("stage", "name", "idea", "executed on hardware", whole=2)
     for number, name in ladder.STAGES.items():
         if number not in ladder.built():
-            table.add_row(f"{number:02d}", name, "[dim]planned[/]", "")
+            table.add_row(f"{number:02d}", name, "", "planned")
             continue
         stage = ladder.load(number)
         runs = [f"{run['gpu']} ({run['mode']}, {run['date']})" for run in stage.evidence["runs"]]
@@ -154,12 +170,13 @@ def facts(
         print(machine_code.text())
         return
     declared = contract.declared_facts(stage, kernel.key)
-    table = Table("fact", "value", "declared", "meaning", title=kernel.key.name)
+    table = _table("fact", "value", "declared", "from", "meaning", whole=1, title=kernel.key.name)
     for name, meaning in facts_module.FACT_NAMES.items():
         if name in declared or found.get(name):
             value = declared.get(name, "")
             words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            table.add_row(name, str(found.get(name)), words, meaning)
+            text, _, source = meaning.rpartition(" ")
+            table.add_row(name, str(found.get(name)), words, source.strip("[]"), text)
     console.print(table)
     mismatches = facts_module.compare_with(declared, ptx, machine_code)
     if mismatches:
@@ -201,11 +218,17 @@ def diff(
     b: Annotated[Stage, typer.Argument(parser=stage_argument, metavar="B")],
 ) -> None:
     """The teaching diff between two stages; exit code 1 when they differ, as diff(1) has it."""
-    from .diff import render_diff
+    from .diff import diff_stages, stage_diff_stats
 
-    text = render_diff(a.number, b.number)
-    print(text, end="")
-    raise typer.Exit(1 if text else 0)
+    found = diff_stages(a.folder, b.folder)
+    for file in found:
+        print("\n".join(file.lines))
+    stats = stage_diff_stats(a.folder, b.folder)
+    print(
+        f"stages {a.tag} and {b.tag}: {stats.added} code lines added, {stats.removed} removed in "
+        f"{len(stats.files)} files; {stats.moved_share:.0%} only moved"
+    )
+    raise typer.Exit(1 if found else 0)
 
 
 @app.command()

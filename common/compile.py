@@ -121,24 +121,34 @@ def sources(stage: Stage) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     todo = [(stage.tag, "kernel")]
     while todo:
-        part, name = todo.pop()
-        path = root[part] / f"{name}.py"
-        if f"{part}/{name}" in found or not path.is_file():
+        module = todo.pop()
+        name, path = "/".join(module), _source_file(root, module)
+        if name in found or path is None:
             continue
-        found[f"{part}/{name}"] = path.read_bytes()
-        for node in ast.walk(ast.parse(found[f"{part}/{name}"])):
+        found[name] = path.read_bytes()
+        package = module if path.name == "__init__.py" else module[:-1]
+        for node in ast.walk(ast.parse(found[name])):
             if isinstance(node, ast.ImportFrom) and node.level:
-                todo += _imported(part, node)
+                todo += _imported(package, node)
     return dict(sorted(found.items()))
 
 
-def _imported(part: str, node: ast.ImportFrom) -> list[tuple[str, str]]:
-    """(folder, module) pairs that a relative import may load."""
+def _source_file(root: dict[str, pathlib.Path], module: tuple[str, ...]) -> pathlib.Path | None:
+    """The file of a module inside one of the folders of `root`, or None."""
+    if len(module) < 2 or module[0] not in root:
+        return None
+    path = root[module[0]].joinpath(*module[1:])
+    files = (path.with_name(f"{path.name}.py"), path / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
+
+
+def _imported(package: tuple[str, ...], node: ast.ImportFrom) -> list[tuple[str, ...]]:
+    """Modules that a relative import in `package` may load, outer packages first."""
     words = node.module.split(".") if node.module else []
-    if node.level == 2:
-        part, words = words[0], words[1:]
-    names = words[:1] or [alias.name for alias in node.names]
-    return [(part, name) for name in names]
+    base = (*package[: len(package) - node.level + 1], *words)
+    return [base[:end] for end in range(1, len(base) + 1)] + [
+        (*base, alias.name) for alias in node.names
+    ]
 
 
 def versions() -> dict[str, str]:

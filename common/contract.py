@@ -220,6 +220,11 @@ def compile_skip_reason() -> str | None:
     return None
 
 
+def _numbers_first(value: int | None) -> tuple[bool, int]:
+    """Sort key: ascending, what is not a constant last."""
+    return value is None, value or 0
+
+
 def plan_mismatches(plan: Plan, ptx: facts.PtxFacts) -> list[str]:
     """Where the PTX does not show the plan's barriers, register budgets or tensor memory."""
     mbarriers = [row for row in plan.barriers if row.kind == "mbarrier"]
@@ -238,11 +243,13 @@ def plan_mismatches(plan: Plan, ptx: facts.PtxFacts) -> list[str]:
         "tensor memory is allocated": columns > 0,
     }
     shown = {
-        "mbarrier arrival counts": sorted(ptx.mbarrier_inits, key=str),
+        "mbarrier arrival counts": sorted(ptx.mbarrier_inits, key=_numbers_first),
         "named barriers (number, threads)": sorted(
             {use.partition(" ")[2] for use in ptx.named_barriers}
         ),
-        "setmaxnreg budgets": sorted({registers for _, registers in ptx.setmaxnreg}, key=str),
+        "setmaxnreg budgets": sorted(
+            {registers for _, registers in ptx.setmaxnreg}, key=_numbers_first
+        ),
         "tensor memory is allocated": sum(size or 0 for size in ptx.tmem_allocs) >= max(columns, 1),
     }
     return [

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .stage import Stage
 
 ALIGN_BYTES = 16  # base address and strides: one vector load
+SCALES = (2.0**-125, 2.0**127)  # times log2(e), these are normal float32 numbers
 MAX_GRID = 2**31 - 1  # CTAs of a 1-D grid (CUDA Programming Guide, compute capabilities)
 
 
@@ -165,6 +166,13 @@ def _checked_scale(softmax_scale, head_dim: int) -> float:
         raise TypeError(
             f"softmax_scale must be a number or None; got {type(softmax_scale).__name__}"
         )
-    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
-        raise ValueError(f"softmax_scale must be finite and positive; got {softmax_scale}")
-    return float(softmax_scale)
+    try:
+        scale = float(softmax_scale)
+    except OverflowError:
+        scale = math.inf
+    if not SCALES[0] <= scale <= SCALES[1]:
+        raise ValueError(
+            f"softmax_scale must be finite and positive, {SCALES[0]:g} ... {SCALES[1]:g}; "
+            f"got {softmax_scale!s:.24}"
+        )
+    return scale

@@ -27,7 +27,7 @@ RUN_FIELDS = {
     "mode": str,  # "native", or "rewritten" for sm_100a PTX executed on sm_90
     "command": str,
     "kernels": list,
-    "tests": dict,  # passed, failed, skipped
+    "tests": dict,  # TEST_FIELDS
     "notes": str,
 }
 KERNEL_FIELDS = {
@@ -40,6 +40,7 @@ KERNEL_FIELDS = {
     "failed": int,
     "worst": dict,  # generator, case, metric, value, baseline, limit of the tightest comparison
 }
+TEST_FIELDS = {"passed": int, "failed": int, "skipped": int}
 MODES = ("native", "rewritten")
 
 
@@ -49,19 +50,29 @@ class EvidenceError(ValueError):
 
 def validate(evidence: dict[str, Any], stage: Stage) -> None:
     """Raise EvidenceError unless `evidence` follows the schema and is about `stage`."""
+    _object(evidence, "evidence")
     if evidence.get("schema") != SCHEMA or evidence.get("stage") != stage.number:
         raise EvidenceError(f"expected schema {SCHEMA} and stage {stage.number}")
-    for number, run in enumerate(evidence.get("runs", [])):
+    _fields(evidence, {"runs": list}, "evidence")
+    for number, run in enumerate(evidence["runs"]):
         _fields(run, RUN_FIELDS, f"run {number}")
         if run["mode"] not in MODES:
             raise EvidenceError(f"run {number}: mode {run['mode']!r} is not one of {MODES}")
+        _fields(run["tests"], TEST_FIELDS, f"run {number}, tests")
         if not run["kernels"]:
             raise EvidenceError(f"run {number} names no kernel")
-        for kernel in run["kernels"]:
+        for index, kernel in enumerate(run["kernels"]):
+            _object(kernel, f"run {number}, kernel {index}")
             _fields(kernel, KERNEL_FIELDS, f"run {number}, kernel {kernel.get('key')}")
 
 
-def _fields(row: dict, fields: dict[str, type], where: str) -> None:
+def _object(row: Any, where: str) -> None:
+    if not isinstance(row, dict):
+        raise EvidenceError(f"{where} must be an object; got a {type(row).__name__}")
+
+
+def _fields(row: Any, fields: dict[str, type], where: str) -> None:
+    _object(row, where)
     for name, kind in fields.items():
         if not isinstance(row.get(name), kind):
             raise EvidenceError(f"{where}: {name} must be a {kind.__name__}; got {row.get(name)!r}")
@@ -90,18 +101,32 @@ def stale(stage: Stage, evidence: dict[str, Any] | None = None) -> list[str]:
                 )
             if kernel["failed"]:
                 reasons.append(f"{kernel['key']}: {kernel['failed']} cases failed on {run['gpu']}")
+        failed = run["tests"]["failed"] - sum(kernel["failed"] for kernel in run["kernels"])
+        if failed > 0:
+            reasons.append(f"{run['date']}: {failed} checks failed on {run['gpu']}")
     return reasons
 
 
 def add(path: pathlib.Path, stage: Stage, run: dict[str, Any]) -> dict[str, Any]:
     """Write `run` to the evidence file at `path`; it replaces one of the same GPU and target.
 
-    Returns the evidence written. Raises EvidenceError when the result breaks the schema.
+    Returns the evidence written. Raises EvidenceError, and leaves the file as it is, when the run
+    or what the file holds breaks the schema.
     """
-    old = json.loads(path.read_text())["runs"] if path.is_file() else []
+    old = _read(path, stage) if path.is_file() else []
+    validate({"schema": SCHEMA, "stage": stage.number, "runs": [run]}, stage)
     mark = ("gpu", "target", "mode")
     kept = [row for row in old if any(row[name] != run[name] for name in mark)]
     evidence = {"schema": SCHEMA, "stage": stage.number, "runs": [*kept, run]}
-    validate(evidence, stage)
     path.write_text(json.dumps(evidence, indent=1) + "\n")
     return evidence
+
+
+def _read(path: pathlib.Path, stage: Stage) -> list[dict[str, Any]]:
+    """The runs of an evidence file."""
+    try:
+        evidence = json.loads(path.read_text())
+        validate(evidence, stage)
+    except ValueError as wrong:
+        raise EvidenceError(f"{path}: {wrong}") from wrong
+    return evidence["runs"]

@@ -199,7 +199,7 @@ def load_qkv(
 
     Returns Problem, named after the file. Raises FileNotFoundError, ImportError (safetensors not
     installed), TypeError (not tensors, not floating point, mixed dtypes) or ValueError (unknown
-    suffix, missing key, shapes that do not fit).
+    suffix, unreadable file, missing key, shapes that do not fit).
     """
     path = pathlib.Path(path)
     readers = {".npz": _read_npz, ".safetensors": _read_safetensors, ".pt": _read_pt}
@@ -207,7 +207,13 @@ def load_qkv(
         raise ValueError(f"{path.name} ends in {path.suffix!r}; allowed: {', '.join(readers)}")
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    found = readers[path.suffix](path)
+    try:
+        found = readers[path.suffix](path)
+    except (TypeError, ImportError):
+        raise
+    except Exception as wrong:  # each reader has errors of its own
+        reason = str(wrong).partition("\n")[0]
+        raise ValueError(f"{path.name} cannot be read as {path.suffix}: {reason}") from wrong
     _check_loaded(path.name, found, dtype)
     dtype = found["q"].dtype if dtype is None else dtype
     if "dout" not in found:

@@ -72,6 +72,11 @@ def problem(
 def run(stage: Stage, given: inputs.Problem, console: Console) -> Result:
     """Do the job and print it as it goes. Raises ValueError or TypeError for a bad problem."""
     q, k, v = given.q, given.k, given.v
+    if given.seqused_q is not None or given.seqused_k is not None:
+        raise ValueError(
+            f"{given.name} has sequence lengths, which stage {stage.tag} does not take (stage 08 "
+            f"brings them); allowed: {', '.join(contract.generators())}"
+        )
     check(stage, q, k, v, given.softmax_scale, need_cuda=False)
     result = Result(stage.number, given.name, given.shape_text)
     console.print(f"[bold]Stage {stage.tag}, {stage.config.NAME}[/]: {stage.config.IDEA}")

@@ -145,13 +145,18 @@ class Plan:
     @property
     def smem_bytes(self) -> int:
         """Bytes of shared memory, buffers laid out in order, each at its alignment."""
+        offsets = self.smem_offsets
+        return max((offsets[row.name] + row.total_bytes for row in self.smem), default=0)
+
+    @property
+    def smem_offsets(self) -> dict[str, int]:
+        """First byte of each buffer; one that aliases an earlier buffer starts where that does."""
         end, placed = 0, {}
         for buffer in self.smem:
             shared = [placed[name] for name in buffer.aliases if name in placed]
-            start = shared[0] if shared else -(-end // buffer.align) * buffer.align
-            placed[buffer.name] = start
-            end = max(end, start + buffer.total_bytes)
-        return end
+            placed[buffer.name] = shared[0] if shared else -(-end // buffer.align) * buffer.align
+            end = max(end, placed[buffer.name] + buffer.total_bytes)
+        return placed
 
     def role(self, name: str) -> Role:
         """The role called `name`; PlanError when there is none."""
@@ -174,9 +179,9 @@ class Plan:
     def check(self) -> Plan:
         """Return the plan itself; raise PlanError at the first thing the device would not survive.
 
-        Checked: warp ranges (gaps, overlaps, thread limit), the setmaxnreg pool, tensor memory
-        (range, overlap unless declared an alias), shared memory (bytes, alignment), barriers
-        (arrival counts, named numbers).
+        Checked: warp ranges (gaps, overlaps, thread limit), setmaxnreg (pool, one budget to a
+        warpgroup), tensor memory (range, overlap unless declared an alias), shared memory (bytes,
+        alignment, overlap), barriers (arrival counts, named numbers, bytes).
         """
         _check_names(self)
         _check_warps(self)
@@ -236,6 +241,14 @@ def _check_registers(plan: Plan) -> None:
             raise PlanError(f"{name}: setmaxnreg {registers} is not a multiple of 8 in 24 ... 256")
     if budgets and warps % WARPS_PER_WARPGROUP:
         raise PlanError(f"setmaxnreg works on whole warpgroups of 4 warps; the CTA has {warps}")
+    for first in range(0, warps if budgets else 0, WARPS_PER_WARPGROUP):
+        group = range(first, first + WARPS_PER_WARPGROUP)
+        sharing = [role for role in plan.roles if set(role.warps) & set(group)]
+        if len({role.registers for role in sharing}) > 1:
+            detail = ", ".join(f"{role.name} {role.registers}" for role in sharing)
+            raise PlanError(
+                f"warps {first} ... {group[-1]} share one setmaxnreg, a warpgroup's; got {detail}"
+            )
     used = sum(len(role.warps) * (role.registers or launch) for role in plan.roles)
     if used > launch * warps:
         detail = " + ".join(
@@ -247,38 +260,55 @@ def _check_registers(plan: Plan) -> None:
         )
 
 
-def _overlap(a: TmemRegion, b: TmemRegion) -> bool:
-    return a.column < b.column + b.columns and b.column < a.column + a.columns
+def _check_overlaps(what: str, unit: str, places: list[tuple]) -> None:
+    """`places` holds (row, start, size); rows may overlap only where one names the other."""
+    for index, (first, a, a_size) in enumerate(places):
+        for second, b, b_size in places[index + 1 :]:
+            declared = second.name in first.aliases or first.name in second.aliases
+            if a < b + b_size and b < a + a_size and not declared:
+                raise PlanError(
+                    f"{what} {first.name} ({unit} {a} ... {a + a_size - 1}) overlaps {second.name} "
+                    f"({unit} {b} ... {b + b_size - 1}); declare the alias or move one"
+                )
 
 
 def _check_tmem(plan: Plan) -> None:
     for region in plan.tmem:
+        if region.columns < 1:
+            raise PlanError(f"tensor memory {region.name}: {region.columns} columns")
         if region.column < 0 or region.column + region.columns > TMEM_COLUMNS:
             raise PlanError(
                 f"tensor memory {region.name}: columns {region.column} ... "
                 f"{region.column + region.columns - 1} leave the SM's {TMEM_COLUMNS}"
             )
-    for index, first in enumerate(plan.tmem):
-        for second in plan.tmem[index + 1 :]:
-            declared = second.name in first.aliases or first.name in second.aliases
-            if _overlap(first, second) and not declared:
-                raise PlanError(
-                    f"tensor memory {first.name} (columns {first.column} ... "
-                    f"{first.column + first.columns - 1}) overlaps {second.name} (columns "
-                    f"{second.column} ... {second.column + second.columns - 1}); declare the alias "
-                    "or move one"
-                )
+    places = [(region, region.column, region.columns) for region in plan.tmem]
+    _check_overlaps("tensor memory", "columns", places)
 
 
 def _check_smem(plan: Plan) -> None:
+    offsets, seen = plan.smem_offsets, set()
     for buffer in plan.smem:
         if buffer.align not in ALIGNMENTS:
             raise PlanError(f"{buffer.name}: alignment {buffer.align} is not one of {ALIGNMENTS}")
         if buffer.stages < 1 or buffer.slot_bytes < 1:
             raise PlanError(f"{buffer.name}: {buffer.stages} slots of {buffer.slot_bytes} bytes")
+        later = [name for name in buffer.aliases if name not in seen]
+        if later:
+            raise PlanError(
+                f"{buffer.name} aliases {later[0]}, which comes later; name the earlier buffer in "
+                "the later one"
+            )
+        start = offsets[buffer.name]
+        if start % buffer.align:
+            raise PlanError(
+                f"{buffer.name}: starts at byte {start}, not a multiple of {buffer.align}"
+            )
+        seen.add(buffer.name)
     if plan.smem_bytes > MAX_SMEM_BYTES:
         detail = ", ".join(f"{buffer.name} {buffer.total_bytes}" for buffer in plan.smem)
         raise PlanError(f"shared memory {plan.smem_bytes} B exceeds {MAX_SMEM_BYTES} B ({detail})")
+    places = [(buffer, offsets[buffer.name], buffer.total_bytes) for buffer in plan.smem]
+    _check_overlaps("shared memory", "bytes", places)
 
 
 def _check_barriers(plan: Plan) -> None:
@@ -288,18 +318,29 @@ def _check_barriers(plan: Plan) -> None:
             arrival.count(plan)  # raises for an unknown role or unit
         if not barrier.producers or not barrier.consumers:
             raise PlanError(f"barrier {barrier.name} needs a producer and a consumer")
+        if barrier.stages < 1:
+            raise PlanError(f"barrier {barrier.name}: {barrier.stages} stages")
         if barrier.kind == "named":
             _check_named(barrier, numbers)
         elif barrier.kind != "mbarrier":
             raise PlanError(f"barrier {barrier.name}: kind {barrier.kind!r} is unknown")
-        elif barrier.tx_bytes and not any(row.unit == "tma" for row in barrier.producers):
-            raise PlanError(f"barrier {barrier.name} expects bytes, but no producer is a TMA copy")
+        else:
+            _check_bytes(barrier)
+
+
+def _check_bytes(barrier: Barrier) -> None:
+    copies = any(row.unit == "tma" for row in barrier.producers)
+    if barrier.tx_bytes and not copies:
+        raise PlanError(f"barrier {barrier.name} expects bytes, but no producer is a TMA copy")
+    if copies and not barrier.tx_bytes:
+        raise PlanError(f"barrier {barrier.name}: a TMA copy arrives, but tx_bytes is 0")
 
 
 def _check_named(barrier: Barrier, numbers: dict[int, str]) -> None:
-    if barrier.number is None or not 0 <= barrier.number < NAMED_BARRIERS:
-        raise PlanError(f"named barrier {barrier.name}: number {barrier.number} is not in 0 ... 15")
-    for number in range(barrier.number, barrier.number + barrier.stages):
+    first = barrier.number
+    for number in [None] if first is None else range(first, first + barrier.stages):
+        if number is None or not 0 <= number < NAMED_BARRIERS:
+            raise PlanError(f"named barrier {barrier.name}: number {number} is not in 0 ... 15")
         if number in numbers:
             raise PlanError(f"named barrier {number} is both {numbers[number]} and {barrier.name}")
         numbers[number] = barrier.name

@@ -72,6 +72,8 @@ def grid_run(
     `cta(batch, head, m_block)` gives an `Sm` ready to run and a function that returns its
     out (tile_m, d) and lse (tile_m,) afterwards.
     """
+    if max_ctas is not None and max_ctas < 1:
+        raise ValueError(f"max_ctas must be at least 1; got {max_ctas}")
     batch, seqlen_q, heads, head_dim = q.shape
     blocks = seqlen_q // tile_m
     ctas = blocks * heads * batch

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several test files need: a stage, a copy of the sources, another process."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+from flash_ladder import load
+from flash_ladder.common import contract
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def stage():
+    """Stage 01."""
+    return load(1)
+
+
+@pytest.fixture(scope="session")
+def dsl():
+    """Skip, with the reason, where nothing can be compiled."""
+    reason = contract.compile_skip_reason()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def copy_sources(tmp_path):
+    """Copies what the package is made of into a new folder; returns the folder."""
+
+    def copy(name: str) -> pathlib.Path:
+        folder = tmp_path / name
+        for part in ("stages", "common"):
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.pyc"))
+        for part in ("conftest.py", "pyproject.toml", "LICENSE"):
+            shutil.copy(ROOT / part, folder / part)
+        return folder
+
+    return copy
+
+
+@pytest.fixture
+def start_python():
+    """Starts `python -c code` in a folder, with changes to the environment; gives the process."""
+
+    def start(code: str, folder: pathlib.Path, python=sys.executable, **environment: str):
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        return subprocess.Popen(
+            [python, "-c", code],
+            cwd=folder,
+            env={**inherited, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.fixture
+def run_python(start_python):
+    """Like start_python, but waits: what the code printed. A failure shows the traceback."""
+
+    def run(*arguments, **environment: str) -> str:
+        process = start_python(*arguments, **environment)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        return out
+
+    return run

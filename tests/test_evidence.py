@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evidence: its schema, how runs replace each other, and when a run says nothing any more."""
+
+import copy
+import datetime
+import json
+
+import pytest
+from flash_ladder.common import evidence
+from flash_ladder.common.compile import compile_stage, versions
+from flash_ladder.common.evidence import EvidenceError, add, stale, validate
+from flash_ladder.common.ptx import ptx_hash
+
+RUN = {
+    "date": "2026-01-31",
+    "gpu": "Some GPU",
+    "driver": "580.1",
+    "torch": "2.13.0",
+    "dsl": "4.8.1",
+    "target": "sm_90a",
+    "mode": "native",
+    "command": "flash-ladder verify 1",
+    "kernels": [
+        {
+            "key": "01-sm_90a-float16-d64",
+            "dtype": "float16",
+            "head_dim": 64,
+            "ptx_sha256": "0" * 64,
+            "registers": 200,
+            "cases": 20,
+            "failed": 0,
+            "worst": {},
+        }
+    ],
+    "tests": {"passed": 20, "failed": 0, "skipped": 0},
+    "notes": "",
+}
+STALE = """
+import json, sys, conftest
+from flash_ladder import load
+from flash_ladder.common import evidence
+print(json.dumps(evidence.stale(load(1), json.loads({recorded!r}))))
+"""
+
+
+def _run(kernel=None, **changes) -> dict:
+    """RUN with fields changed; `kernel` changes its only kernel."""
+    run = copy.deepcopy(RUN)
+    run["kernels"][0] |= kernel or {}
+    return run | changes
+
+
+def _evidence(*runs: dict) -> dict:
+    return {"schema": 1, "stage": 1, "runs": list(runs)}
+
+
+# ---- schema --------------------------------------------------------------------------------
+
+
+def test_evidence_that_follows_the_schema_passes(stage):
+    validate(_evidence(RUN), stage)
+    validate(_evidence(), stage)
+    validate(_evidence(_run(kernel={"entry": "kernel_name"}, mode="rewritten"), RUN), stage)
+
+
+@pytest.mark.parametrize("field", evidence.RUN_FIELDS)
+def test_every_field_of_a_run_is_needed(stage, field):
+    run = _run()
+    del run[field]
+    with pytest.raises(EvidenceError, match=f"run 1: {field} must be a .*; got None"):
+        validate(_evidence(RUN, run), stage)
+
+
+@pytest.mark.parametrize("field", evidence.KERNEL_FIELDS)
+def test_every_field_of_a_kernel_is_needed(stage, field):
+    run = _run()
+    del run["kernels"][0][field]
+    with pytest.raises(EvidenceError, match=f"run 0, kernel .*: {field} must be a .*; got None"):
+        validate(_evidence(run), stage)
+
+
+BAD = {
+    "no object": ([], "evidence must be an object; got a list"),
+    "schema": ({**_evidence(RUN), "schema": 2}, "expected schema 1 and stage 1"),
+    "another stage": ({**_evidence(RUN), "stage": 2}, "expected schema 1 and stage 1"),
+    "no runs": ({"schema": 1, "stage": 1}, "evidence: runs must be a list; got None"),
+    "run is no object": (_evidence("native"), "run 0 must be an object; got a str"),
+    "kernel is no object": (_evidence(_run(kernels=[1])), "run 0, kernel 0 must be an object; got"),
+    "mode": (_evidence(_run(mode="guessed")), "run 0: mode 'guessed' is not one of"),
+    "no kernels": (_evidence(_run(kernels=[])), "run 0 names no kernel"),
+    "tests": (_evidence(_run(tests={"passed": 1})), "run 0, tests: failed must be a int; got None"),
+    "type": (_evidence(_run(driver=580.1)), "run 0: driver must be a str; got 580.1"),
+    "kernel type": (
+        _evidence(_run(kernel={"head_dim": "64"})),
+        "run 0, kernel 01-sm_90a-float16-d64: head_dim must be a int; got '64'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_evidence_that_breaks_the_schema_is_refused(stage, name):
+    made, words = BAD[name]
+    with pytest.raises(EvidenceError, match=words):
+        validate(made, stage)
+
+
+def test_the_evidence_of_every_stage_follows_the_schema(stage):
+    if stage.evidence["runs"]:
+        validate(stage.evidence, stage)
+
+
+# ---- adding runs ---------------------------------------------------------------------------
+
+
+def test_a_run_replaces_one_of_the_same_gpu_target_and_mode(stage, tmp_path):
+    path = tmp_path / "evidence.json"
+    assert add(path, stage, RUN) == _evidence(RUN)
+    later = _run(date="2026-02-01", driver="590.0")
+    assert add(path, stage, later) == _evidence(later)
+    others = [_run(gpu="Another"), _run(target="sm_100a"), _run(mode="rewritten")]
+    for other in others:
+        add(path, stage, other)
+    assert add(path, stage, RUN)["runs"] == [*others, RUN]
+    assert json.loads(path.read_text()) == _evidence(*others, RUN)
+    assert path.read_text().endswith("}\n")
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (_run(mode="guessed"), "mode 'guessed'"),
+        ({k: v for k, v in RUN.items() if k != "gpu"}, "gpu must be a str; got None"),
+    ],
+)
+def test_a_bad_run_is_not_written(stage, tmp_path, run, words):
+    path = tmp_path / "evidence.json"
+    with pytest.raises(EvidenceError, match=words):
+        add(path, stage, run)
+    assert not path.exists()
+    add(path, stage, RUN)
+    before = path.read_bytes()
+    with pytest.raises(EvidenceError, match=words):
+        add(path, stage, run)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 1, "stage": 2, "runs": []}'])
+def test_a_file_that_is_no_evidence_of_the_stage_is_left_alone(stage, tmp_path, text):
+    path = tmp_path / "evidence.json"
+    path.write_text(text)
+    with pytest.raises(EvidenceError, match=r"evidence\.json: "):
+        add(path, stage, RUN)
+    assert path.read_text() == text
+
+
+# ---- staleness -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(dsl, stage):
+    """A run of today's code: what `verify` would have written."""
+    kernel = compile_stage(stage, dtype="float16", head_dim=64)
+    row = {"key": kernel.key.name, "ptx_sha256": ptx_hash(kernel.ptx)}
+    today = datetime.date.today().isoformat()
+    installed = versions()["nvidia-cutlass-dsl"]
+    return _run(kernel=row, date=today, target="sm_100a", mode="rewritten", dsl=installed)
+
+
+def test_evidence_of_todays_code_holds(stage, recorded):
+    assert stale(stage, _evidence(recorded)) == []
+    assert stale(stage, _evidence()) == []
+
+
+def test_another_hash_is_stale(stage, recorded):
+    recorded["kernels"][0]["ptx_sha256"] = "0" * 64
+    (reason,) = stale(stage, _evidence(recorded))
+    assert reason == (
+        f"01-sm_100a-float16-d64: the code that ran on Some GPU on {recorded['date']} is not "
+        "today's; run `flash-ladder verify 1` on such a GPU"
+    )
+
+
+def test_failed_cases_are_no_evidence(stage, recorded):
+    recorded["kernels"][0]["failed"] = recorded["tests"]["failed"] = 2
+    assert stale(stage, _evidence(recorded)) == [
+        "01-sm_100a-float16-d64: 2 cases failed on Some GPU"
+    ]
+
+
+def test_failed_checks_are_no_evidence(stage, recorded):
+    recorded["tests"]["failed"] = 1
+    assert stale(stage, _evidence(recorded)) == [f"{recorded['date']}: 1 checks failed on Some GPU"]
+
+
+def test_another_dsl_is_stale(stage, recorded):
+    recorded["dsl"] = "4.7.0"
+    installed = versions()["nvidia-cutlass-dsl"]
+    assert stale(stage, _evidence(recorded)) == [
+        f"{recorded['date']}: ran with DSL 4.7.0, installed is {installed}"
+    ]
+
+
+def test_every_run_and_kernel_is_looked_at(stage, recorded):
+    other = copy.deepcopy(recorded)
+    other["kernels"] += [{**other["kernels"][0], "ptx_sha256": "1" * 64}] * 2
+    assert len(stale(stage, _evidence(recorded, other, other))) == 4
+
+
+def test_a_changed_line_of_kernel_code_makes_evidence_stale(recorded, copy_sources, run_python):
+    folder = copy_sources("changed")
+    path = folder / "stages/01/softmax.py"
+    line = "minus_max = -new_max * scale_log2"
+    assert path.read_text().count(line) == 1
+    path.write_text(path.read_text().replace(line, "minus_max = new_max * -scale_log2 - 1.0"))
+    code = STALE.format(recorded=json.dumps(_evidence(recorded)))
+    (reason,) = json.loads(run_python(code, folder))
+    assert "01-sm_100a-float16-d64: the code that ran on Some GPU" in reason

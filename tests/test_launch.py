@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch accepts and refuses beyond `contract.refusals`."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from flash_ladder.common import inputs
+from flash_ladder.common.envelope import MAX_GRID, Problem, check
+from flash_ladder.common.launch import ARCH_OF, _aligned
+
+SHAPE = (2, 128, 3, 64)
+
+
+def _qkv(shape=SHAPE, **options):
+    return [torch.zeros(shape, dtype=torch.bfloat16, **options) for _ in "qkv"]
+
+
+def _problem(batch=1, heads=2, seqlen_k=256):
+    return inputs.make(
+        "gaussian",
+        batch=batch,
+        seqlen_q=128,
+        seqlen_k=seqlen_k,
+        heads=heads,
+        head_dim=64,
+        dtype=torch.bfloat16,
+    )
+
+
+def test_sizes_of_a_problem(stage):
+    q, (k, v) = _qkv()[0], _qkv((2, 384, 3, 64))[:2]
+    wanted = Problem(2, 128, 384, 3, 64, "bfloat16", 0.125)
+    assert check(stage, q, k, v, need_cuda=False) == wanted
+
+
+@pytest.mark.parametrize(
+    ("scale", "value"),
+    [
+        (None, 64**-0.5),
+        (0.25, 0.25),
+        (1, 1.0),
+        (np.float64(0.25), 0.25),
+        (np.float32(0.25), 0.25),
+        (np.float16(0.25), 0.25),
+        (np.int64(2), 2.0),
+        (Fraction(1, 4), 0.25),
+        (2.0**-125, 2.0**-125),
+        (2**127, 2.0**127),
+    ],
+)
+def test_softmax_scale_may_be_any_real_number(stage, scale, value):
+    found = check(stage, *_qkv(), scale, need_cuda=False)
+    assert found.softmax_scale == value and type(found.softmax_scale) is float
+
+
+@pytest.mark.parametrize("scale", [True, np.bool_(True), "0.5", 1j, torch.tensor(0.5), [0.5]])
+def test_softmax_scale_of_another_type_is_refused(stage, scale):
+    with pytest.raises(TypeError, match="softmax_scale must be a number or None; got"):
+        check(stage, *_qkv(), scale, need_cuda=False)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        0,
+        0.0,
+        -0.5,
+        float("inf"),
+        float("nan"),
+        np.float32("nan"),
+        1e-39,
+        3e38,
+        10**400,
+        2.0**-126,
+        2.0**127.1,
+    ],
+)
+def test_softmax_scale_that_float32_cannot_use_is_refused(stage, scale):
+    with pytest.raises(ValueError, match="softmax_scale must be finite and positive"):
+        check(stage, *_qkv(), scale, need_cuda=False)
+
+
+def test_stride_0_is_accepted(stage):
+    made = _problem()
+    k, v = (x.expand(2, -1, -1, -1) for x in (made.k, made.v))
+    q = torch.cat([made.q, made.q])
+    run = stage.simulate(q, k, v)
+    assert torch.equal(run.out[0], run.out[1])
+    assert torch.equal(run.out, stage.simulate(q, k.contiguous(), v.contiguous()).out)
+    one_head = made.k[:, :, :1].expand(-1, -1, 2, -1)
+    check(stage, made.q, one_head, one_head, need_cuda=False)
+
+
+def test_strides_of_axes_of_size_1_do_not_matter(stage):
+    made = _problem(batch=1, heads=1)
+    odd = [x.as_strided(x.shape, (3, 64, 5, 1)) for x in (made.q, made.k, made.v)]
+    run = stage.simulate(*odd)
+    assert torch.equal(run.out, stage.simulate(made.q, made.k, made.v).out)
+
+
+def test_turned_storage_is_accepted(stage):
+    made = _problem()
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (made.q, made.k, made.v)]
+    run = stage.simulate(*turned)
+    assert run.out.is_contiguous()
+    assert torch.equal(run.out, stage.simulate(made.q, made.k, made.v).out)
+
+
+def test_tensors_that_want_gradients_pass_under_no_grad(stage):
+    q, k, v = (x.requires_grad_() for x in _qkv())
+    with torch.no_grad():
+        check(stage, q, k, v, need_cuda=False)
+    check(stage, q.detach(), k.detach(), v.detach(), need_cuda=False)
+    with pytest.raises(ValueError, match="but q, k, v requires grad"):
+        check(stage, q, k, v, need_cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("need_cuda", "words"),
+    [(True, "runs on a CUDA GPU; q, k and v are on 'meta'"), (False, "takes CPU tensors; q, k")],
+)
+def test_meta_tensors_are_refused(stage, need_cuda, words):
+    with pytest.raises(ValueError, match=words):
+        check(stage, *_qkv(device="meta"), need_cuda=need_cuda)
+
+
+def test_tensors_on_two_devices_are_refused(stage):
+    q, k, _ = _qkv()
+    (v,) = _qkv(device="meta")[:1]
+    with pytest.raises(ValueError, match=r"one device; got \{'q': 'cpu', 'k': 'cpu', 'v': 'meta'"):
+        check(stage, q, k, v)
+
+
+def test_a_grid_has_a_limit(stage):
+    batch, heads = 2**16, 2**15  # one query tile each: 2**31 CTAs
+    large = [x[:1, :, :1].expand(batch, -1, heads, -1) for x in _qkv()]
+    with pytest.raises(ValueError, match=f"2147483648 query tiles exceed one grid's {MAX_GRID}"):
+        check(stage, *large, need_cuda=False)
+    fits = [x[:-1] for x in large]
+    assert check(stage, *fits, need_cuda=False).batch == batch - 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "expected"),
+    [
+        ((2, 8, 2, 16), (256, 32, 16, 1), (256, 32, 16, 1)),
+        ((1, 8, 2, 16), (7, 32, 16, 1), (0, 32, 16, 1)),
+        ((1, 1, 1, 16), (1, 5, 3, 1), (0, 0, 0, 1)),
+        ((1, 8, 1, 16), (8, 16, 24, 1), (8, 16, 24, 1)),  # aligned as they are
+        ((2, 8, 2, 16), (0, 32, 16, 1), (0, 32, 16, 1)),
+    ],
+)
+def test_aligned_changes_strides_that_address_nothing(shape, strides, expected):
+    storage = torch.arange(1024, dtype=torch.bfloat16)
+    tensor = storage.as_strided(shape, strides, storage_offset=8)
+    found = _aligned(tensor)
+    assert found.stride() == expected and found.data_ptr() == tensor.data_ptr()
+    assert torch.equal(found, tensor)
+    assert (found is tensor) == (strides == expected)
+
+
+def test_every_native_target_can_be_compiled_for(stage):
+    assert set(stage.config.ARCHS) == set(ARCH_OF.values())
