@@ -813,7 +813,7 @@ INLINE u32 load_remote_pair(const Operand& operand, u32 base, u32 row, u32 k) {
     return low | (u32)high << 16;
 }
 
-// Two fragments of B, 8 rows each, from row n on; the second repeats the first if there is no other.
+// Two fragments of B, 8 rows each, from row n on; without a second, the first once more.
 INLINE void load_b(u32 (&b)[4], const Batch& batch, const Operand& operand, bool remote, u32 n,
                    bool two) {
     u32 thread = threadIdx.x % 32;
