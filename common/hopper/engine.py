@@ -239,7 +239,7 @@ def _nvrtc():
 
 def _compile_nvrtc(nvrtc) -> str:
     source = SOURCE.read_bytes()
-    result, program = nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 0, [], [])
+    _, program = nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 0, [], [])
     options = [f"--gpu-architecture={ARCH}", "--std=c++17", "--relocatable-device-code=true"]
     arguments = [option.encode() for option in options]
     if _failed(nvrtc.nvrtcCompileProgram(program, len(arguments), arguments)):
@@ -273,7 +273,7 @@ def _tidy(ptx: str) -> str:
     )
     if found != 1:
         raise EngineCompileError(f"fl_control is initialised {found} times in the engine's PTX")
-    names = set(re.findall(r"\b_ZN\d+_INTERNAL_\w+", ptx)) | set(re.findall(r"\b_ZL\w+", ptx))
+    names = re.findall(r"\.func\s*(?:\([^)]*\)\s*)?(_Z\w+)", ptx)
     for name in sorted(names, key=len, reverse=True):
         ptx = ptx.replace(name, f"fl_internal_{_plain(name)}")
     return ptx

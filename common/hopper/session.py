@@ -53,10 +53,10 @@ class WaitingWarp:
 class HopperExecutionError(RuntimeError):
     """A rewritten kernel did what the sm_100a hardware does not allow, or never came to an end.
 
-    ``code`` and ``name`` are those of ``engine.FAULTS``; ``cta`` is a block index of three, ``warp``
-    and ``lane`` count the threads of the CTA (its own first, then the engine's). ``line`` is that of
-    the sm_100a PTX (0: none) and ``text`` that line, if the PTX was given. ``values`` are the
-    fault's four numbers, ``waits`` the warps that had been waiting for long.
+    ``code`` and ``name`` are those of ``engine.FAULTS``; ``cta`` is a block index of three;
+    ``warp`` and ``lane`` count the threads of the CTA (its own first, then the engine's). ``line``
+    is that of the sm_100a PTX (0: none) and ``text`` that line, if the PTX was given. ``values``
+    are the fault's four numbers, ``waits`` the warps that had been waiting for long.
     """
 
     def __init__(
