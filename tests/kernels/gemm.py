@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D = A B^T by tcgen05.mma with both operands in shared memory, in one CTA or a pair.
+
+A CTA (or pair) computes one tile of D. One warp loads tiles of A and B into a ring by TMA, one
+warp issues the MMAs, then all four warps copy the accumulator from TMEM to global memory.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from .parts import (
+    ALIGN_BYTES,
+    DTYPES,
+    MAJORS,
+    compile_kernel,
+    fence_after,
+    fence_before,
+    load_op,
+    matrix,
+    operand_layout,
+    store_accumulator,
+)
+
+STAGES = 2  # tiles of A and B in the ring
+TILE_K = 64  # elements of K in a tile: four MMAs
+LOAD_WARP, MMA_WARP, ALLOC_WARP = 0, 1, 2
+BUGS = {  # name: the fault that must be seen
+    "missing_wait": "the epilogue reads D before the MMAs wrote it: poison or partial sums in D",
+    "wrong_phase": "the MMA warp runs one pass ahead of the loads: it multiplies old tiles",
+    "wrong_arrive_count": "d_full expects two arrivals and gets one: the epilogue hangs",
+    "early_dealloc": "TMEM is freed while MMAs write it and before the epilogue reads it",
+    "leak": "TMEM is never freed: the next CTA on the SM hangs in alloc",
+    "reserved_descriptor_bit": "bit 53 of A's descriptors is set: not a descriptor",
+    "wait_on_wrong_barrier": "the epilogue waits for the first tile, not for D: as missing_wait",
+    "missing_expect_tx": "a tile counts as loaded at once, later phases never end: garbage, hang",
+}
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """Compile-time parameters; m and n are those of the instruction (of the pair, if there is one).
+
+    swizzle_a, swizzle_b: bytes of a swizzle row, 0 for none. load: shape of tcgen05.ld.
+    """
+
+    dtype: str = "bf16"
+    m: int = 128
+    n: int = 128
+    a_major: str = "K"
+    b_major: str = "K"
+    swizzle_a: int = 128
+    swizzle_b: int = 128
+    pair: bool = False
+    negate_a: bool = False
+    negate_b: bool = False
+    load: str = "32x32b"
+    bug: str = ""
+
+    @property
+    def ctas(self):
+        return 2 if self.pair else 1
+
+    @property
+    def d_columns(self):
+        """Columns of D in TMEM: a pair's M = 128 puts the halves of N in two halves of the lanes."""
+        return self.n // 2 if self.pair and self.m == 128 else self.n
+
+    @property
+    def tmem_columns(self):
+        """Columns allocated: a power of two, at least 32."""
+        return max(32, 1 << (self.d_columns - 1).bit_length())
+
+
+@cute.struct
+class Storage:
+    full: cute.struct.MemRange[Int64, STAGES]
+    empty: cute.struct.MemRange[Int64, STAGES]
+    d_full: Int64
+    tmem_address: Int32
+
+
+@cute.jit
+def gemm(mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, config: cutlass.Constexpr, stream):
+    """Launch D = (-)A (-)B^T. Runs: host.
+
+    Args: mA (m, k), mB (n, k) in config.dtype, contiguous along k (major K) or along m, n (MN);
+    mD (m, n) float32, contiguous along n. m, n multiples of the tile, k of TILE_K, k > TILE_K.
+    """
+    dtype = DTYPES[config.dtype]
+    group = tcgen05.CtaGroup(config.ctas)
+    mma = cute.make_tiled_mma(
+        tcgen05.MmaF16BF16Op(
+            dtype,
+            Float32,
+            (config.m, config.n, 16),
+            group,
+            tcgen05.OperandSource.SMEM,
+            MAJORS[config.a_major],
+            MAJORS[config.b_major],
+        )
+    )
+    tile = (config.m, config.n, TILE_K)
+    shape_a = mma.partition_shape_A((config.m, TILE_K))  # ((m / CTAs, 16), 1, TILE_K / 16)
+    shape_b = mma.partition_shape_B((config.n, TILE_K))  # ((n / CTAs, 16), 1, TILE_K / 16)
+    layout_a = operand_layout(shape_a, config.a_major, config.swizzle_a, dtype, STAGES)
+    layout_b = operand_layout(shape_b, config.b_major, config.swizzle_b, dtype, STAGES)
+    op = cpasync.CopyBulkTensorTileG2SOp(group)
+    cluster = cute.make_layout((config.ctas, 1, 1, 1))  # (V, M, N, K)
+    load_a, mA_tma = cute.nvgpu.make_tiled_tma_atom_A(
+        op, mA, cute.select(layout_a, mode=[0, 1, 2]), tile, mma, cluster.shape
+    )
+    load_b, mB_tma = cute.nvgpu.make_tiled_tma_atom_B(
+        op, mB, cute.select(layout_b, mode=[0, 1, 2]), tile, mma, cluster.shape
+    )
+    tiles_m, tiles_n = mD.shape[0] // config.m, mD.shape[1] // config.n
+    gemm_kernel(mma, load_a, mA_tma, load_b, mB_tma, mD, layout_a, layout_b, config).launch(
+        grid=(tiles_m * config.ctas, tiles_n, 1),
+        block=(128, 1, 1),
+        cluster=(2, 1, 1) if config.pair else None,
+        stream=stream,
+    )
+
+
+@cute.jit
+def with_reserved_bit(fragment: cute.Tensor):
+    """The same operand with bit 53 of its shared-memory descriptor set, which must be zero."""
+    number = tcgen05.smem_descriptor_to_int(fragment.iterator) | Int64(1 << 53)
+    return cute.make_tensor(tcgen05.int_to_smem_descriptor(number), fragment.layout)
+
+
+@cute.kernel
+def gemm_kernel(
+    mma: cute.TiledMma,
+    load_a: cute.CopyAtom,
+    mA: cute.Tensor,
+    load_b: cute.CopyAtom,
+    mB: cute.Tensor,
+    mD: cute.Tensor,
+    layout_a: cute.ComposedLayout,
+    layout_b: cute.ComposedLayout,
+    config: cutlass.Constexpr,
+):
+    """One tile of D. Runs: 128 threads a CTA; in a pair rank 0 issues the MMAs of both CTAs."""
+    tidx, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    block_m, block_n, _ = cute.arch.block_idx()
+    rank = block_m % config.ctas
+    tile = (config.m, config.n, TILE_K)
+    group = tcgen05.CtaGroup(config.ctas)
+    both = 0b11 if config.pair else None  # CTAs that a commit tells
+
+    smem = cutlass.memory.SmemAllocator()
+    storage = smem.allocate(Storage)
+    dtype = DTYPES[config.dtype]
+    sA = smem.allocate_tensor(dtype, layout_a.outer, ALIGN_BYTES, layout_a.inner)  # (A, STAGES)
+    sB = smem.allocate_tensor(dtype, layout_b.outer, ALIGN_BYTES, layout_b.inner)  # (B, STAGES)
+    full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+    d_full = storage.d_full.ptr
+
+    coordinate = (block_m // config.ctas, block_n, None)
+    gA = cute.local_tile(mA, tile, coordinate, proj=(1, None, 1))  # (m, TILE_K, K_TILES)
+    gB = cute.local_tile(mB, tile, coordinate, proj=(None, 1, 1))  # (n, TILE_K, K_TILES)
+    gD = cute.local_tile(mD, tile, coordinate, proj=(1, 1, None))  # (m, n)
+    mine = mma.get_slice(rank)
+    tDgA = mine.partition_A(gA)  # ((m / CTAs, 16), 1, TILE_K / 16, K_TILES)
+    tDgB = mine.partition_B(gB)  # ((n / CTAs, 16), 1, TILE_K / 16, K_TILES)
+    tDgD = mine.partition_C(gD)  # ((m / CTAs, n), 1, 1)
+    tDrA = mma.make_fragment_A(sA)  # (1, 1, TILE_K / 16, STAGES) descriptors
+    tDrB = mma.make_fragment_B(sB)  # (1, 1, TILE_K / 16, STAGES) descriptors
+    one = cute.make_layout(1)
+    tAsA, tAgA = cpasync.tma_partition(
+        load_a, 0, one, cute.group_modes(sA, 0, 3), cute.group_modes(tDgA, 0, 3)
+    )  # (TMA, STAGES), (TMA, K_TILES)
+    tBsB, tBgB = cpasync.tma_partition(
+        load_b, 0, one, cute.group_modes(sB, 0, 3), cute.group_modes(tDgB, 0, 3)
+    )  # (TMA, STAGES), (TMA, K_TILES)
+    tile_bytes = config.ctas * (
+        cute.size_in_bytes(dtype, cute.select(layout_a, mode=[0, 1, 2]))
+        + cute.size_in_bytes(dtype, cute.select(layout_b, mode=[0, 1, 2]))
+    )  # of one stage, in both CTAs
+
+    if warp == LOAD_WARP:
+        with cute.arch.elect_one():
+            for stage in cutlass.range_constexpr(STAGES):
+                cute.arch.mbarrier_init(full + stage, 1)  # rank 0's load warp, and the bytes
+                cute.arch.mbarrier_init(empty + stage, 1)  # a commit of rank 0's MMA warp
+            cute.arch.mbarrier_init(d_full, 2 if config.bug == "wrong_arrive_count" else 1)
+        cute.arch.mbarrier_init_fence()
+    if warp == ALLOC_WARP:
+        cute.arch.alloc_tmem(config.tmem_columns, storage.tmem_address, config.pair)
+        cute.arch.relinquish_tmem_alloc_permit(config.pair)
+    synchronise(config)  # all wait for all: barriers are initialised, the TMEM address is written
+    tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+    tDtD = cute.make_tensor(tmem, mma.make_fragment_C(mma.partition_shape_C(tile[:2])).layout)
+
+    k_tiles = cute.size(gA, mode=[2])
+    if warp == LOAD_WARP:
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            stage, phase = k_tile % STAGES, k_tile // STAGES % 2
+            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)  # the MMA warp's commit arrives
+            if rank == 0:
+                with cute.arch.elect_one():  # the MMA warp waits
+                    if cutlass.const_expr(config.bug == "missing_expect_tx"):
+                        cute.arch.mbarrier_arrive(full + stage)
+                    else:
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, tile_bytes)
+            cute.copy(load_a, tAgA[None, k_tile], tAsA[None, stage], tma_bar_ptr=full + stage)
+            cute.copy(load_b, tBgB[None, k_tile], tBsB[None, stage], tma_bar_ptr=full + stage)
+        for k_tile in cutlass.range(k_tiles, k_tiles + STAGES, unroll=1):
+            stage, phase = k_tile % STAGES, k_tile // STAGES % 2
+            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)  # no commit arrives after the exit
+    if warp == MMA_WARP and rank == 0:
+        a = with_reserved_bit(tDrA) if config.bug == "reserved_descriptor_bit" else tDrA
+        mma.set(tcgen05.Field.NEGATE_A, config.negate_a)
+        mma.set(tcgen05.Field.NEGATE_B, config.negate_b)
+        mma.set(tcgen05.Field.ACCUMULATE, False)
+        flip = 1 if config.bug == "wrong_phase" else 0
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            stage, phase = k_tile % STAGES, k_tile // STAGES % 2
+            cute.arch.mbarrier_wait(full + stage, phase ^ flip)  # the load warp and TMA arrive
+            for k_block in cutlass.range_constexpr(TILE_K // 16):
+                at = (None, None, k_block, stage)
+                cute.gemm(mma, tDtD, a[at], tDrB[at], tDtD)
+                mma.set(tcgen05.Field.ACCUMULATE, True)
+            with cute.arch.elect_one():
+                tcgen05.commit(empty + stage, both, group)  # the load warps wait
+        with cute.arch.elect_one():
+            tcgen05.commit(d_full, both, group)  # the epilogue of both CTAs waits
+
+    if cutlass.const_expr(config.bug == "early_dealloc"):
+        release(tmem, config, warp)
+    if cutlass.const_expr(config.bug == "wait_on_wrong_barrier"):
+        cute.arch.mbarrier_wait(full, 0)
+    elif cutlass.const_expr(config.bug != "missing_wait"):
+        cute.arch.mbarrier_wait(d_full, 0)  # the last commit of the MMA warp arrives
+    fence_after()
+    store_accumulator(tDtD, tDgD, tidx, load_op(config.load, config.d_columns))
+    if cutlass.const_expr(config.bug not in ("early_dealloc", "leak")):
+        release(tmem, config, warp)
+
+
+@cute.jit
+def synchronise(config: cutlass.Constexpr):
+    """All threads of the CTA or pair wait for all, with TMEM accesses ordered across it."""
+    fence_before()
+    if cutlass.const_expr(config.pair):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.barrier()
+    fence_after()
+
+
+@cute.jit
+def release(tmem: cute.Pointer, config: cutlass.Constexpr, warp):
+    """Free TMEM once every thread of the CTA or pair has come here."""
+    synchronise(config)
+    if warp == ALLOC_WARP:
+        cute.arch.dealloc_tmem(tmem, config.tmem_columns, config.pair)
+
+
+def build(arch="sm_100a", **parameters):
+    """Compile for `arch`; parameters are those of Gemm."""
+    config = Gemm(**parameters)
+    dtype = DTYPES[config.dtype]
+    tensors = matrix(dtype, config.a_major), matrix(dtype, config.b_major), matrix(Float32, "K")
+    return compile_kernel(gemm, *tensors, config, arch=arch)
