@@ -58,6 +58,18 @@ def load_op(shape: str, columns: int):
     return op(tcgen05.Repetition(repeats))
 
 
+def store_op(shape: str, columns: int):
+    """The tcgen05.st of `shape` whose repeats cover `columns` (at most 64)."""
+    ops = {
+        "32x32b": (tcgen05.St32x32bOp, 1),
+        "16x64b": (tcgen05.St16x64bOp, 2),
+        "16x128b": (tcgen05.St16x128bOp, 4),
+        "16x256b": (tcgen05.St16x256bOp, 8),
+    }  # shape -> operation, columns of one repeat
+    op, width = ops[shape]
+    return op(tcgen05.Repetition(columns // width))
+
+
 @cute.jit
 def store_accumulator(tXtX: cute.Tensor, tXgX: cute.Tensor, tidx, op: cutlass.Constexpr):
     """Copy a float32 accumulator from TMEM to global memory; the loads are complete on return.
