@@ -15,28 +15,30 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from .parts import (
     ALIGN_BYTES,
     DTYPES,
-    MAJORS,
+    Bug,
     compile_kernel,
     fence_after,
     fence_before,
     load_op,
+    make_mma,
     matrix,
     operand_layout,
     store_accumulator,
+    with_reserved_bit,
 )
 
 STAGES = 2  # tiles of A and B in the ring
 TILE_K = 64  # elements of K in a tile: four MMAs
 LOAD_WARP, MMA_WARP, ALLOC_WARP = 0, 1, 2
-BUGS = {  # name: the fault that must be seen
-    "missing_wait": "the epilogue reads D before the MMAs wrote it: poison or partial sums in D",
-    "wrong_phase": "the MMA warp runs one pass ahead of the loads: it multiplies old tiles",
-    "wrong_arrive_count": "d_full expects two arrivals and gets one: the epilogue hangs",
-    "early_dealloc": "TMEM is freed while MMAs write it and before the epilogue reads it",
-    "leak": "TMEM is never freed: the next CTA on the SM hangs in alloc",
-    "reserved_descriptor_bit": "bit 53 of A's descriptors is set: not a descriptor",
-    "wait_on_wrong_barrier": "the epilogue waits for the first tile, not for D: as missing_wait",
-    "missing_expect_tx": "a tile counts as loaded at once, later phases never end: garbage, hang",
+BUGS = {
+    "missing_wait": Bug("values order", "the epilogue reads D before the MMAs wrote it"),
+    "wrong_phase": Bug("values hang order", "the MMA warp runs one pass ahead of the loads"),
+    "wrong_arrive_count": Bug("hang", "d_full expects two arrivals and gets one"),
+    "early_dealloc": Bug("tmem order", "TMEM is freed while MMAs write it and before it is read"),
+    "leak": Bug("tmem lint", "TMEM is never freed: the next CTA on the SM hangs in alloc"),
+    "reserved_descriptor_bit": Bug("form", "bit 53 of the descriptors of A is set"),
+    "wait_on_wrong_barrier": Bug("values order", "the epilogue waits for the first tile, not D"),
+    "missing_expect_tx": Bug("values hang order", "a tile counts as loaded when none of it is"),
 }
 
 
@@ -44,7 +46,8 @@ BUGS = {  # name: the fault that must be seen
 class Gemm:
     """Compile-time parameters; m and n are those of the instruction (of the pair, if there is one).
 
-    swizzle_a, swizzle_b: bytes of a swizzle row, 0 for none. load: shape of tcgen05.ld.
+    swizzle_a, swizzle_b: bytes of a swizzle row, 0 for none. load: shape of tcgen05.ld, "" for the
+    one that suits m. bug: a name of BUGS.
     """
 
     dtype: str = "bf16"
@@ -57,12 +60,17 @@ class Gemm:
     pair: bool = False
     negate_a: bool = False
     negate_b: bool = False
-    load: str = "32x32b"
+    load: str = ""
     bug: str = ""
 
     @property
     def ctas(self):
         return 2 if self.pair else 1
+
+    @property
+    def load_shape(self):
+        """Without a pair, M = 64 occupies 16 of every 32 lanes: 32x32b has no use for them."""
+        return self.load or ("16x256b" if self.m == 64 else "32x32b")
 
     @property
     def d_columns(self):
@@ -92,16 +100,8 @@ def gemm(mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, config: cutlass.Cons
     """
     dtype = DTYPES[config.dtype]
     group = tcgen05.CtaGroup(config.ctas)
-    mma = cute.make_tiled_mma(
-        tcgen05.MmaF16BF16Op(
-            dtype,
-            Float32,
-            (config.m, config.n, 16),
-            group,
-            tcgen05.OperandSource.SMEM,
-            MAJORS[config.a_major],
-            MAJORS[config.b_major],
-        )
+    mma = make_mma(
+        dtype, (config.m, config.n), config.a_major, config.b_major, ctas=config.ctas
     )
     tile = (config.m, config.n, TILE_K)
     shape_a = mma.partition_shape_A((config.m, TILE_K))  # ((m / CTAs, 16), 1, TILE_K / 16)
@@ -123,13 +123,6 @@ def gemm(mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, config: cutlass.Cons
         cluster=(2, 1, 1) if config.pair else None,
         stream=stream,
     )
-
-
-@cute.jit
-def with_reserved_bit(fragment: cute.Tensor):
-    """The same operand with bit 53 of its shared-memory descriptor set, which must be zero."""
-    number = tcgen05.smem_descriptor_to_int(fragment.iterator) | Int64(1 << 53)
-    return cute.make_tensor(tcgen05.int_to_smem_descriptor(number), fragment.layout)
 
 
 @cute.kernel
@@ -213,7 +206,7 @@ def gemm_kernel(
         for k_tile in cutlass.range(k_tiles, k_tiles + STAGES, unroll=1):
             stage, phase = k_tile % STAGES, k_tile // STAGES % 2
             cute.arch.mbarrier_wait(empty + stage, phase ^ 1)  # no commit arrives after the exit
-    if warp == MMA_WARP and rank == 0:
+    elif warp == MMA_WARP and rank == 0:
         a = with_reserved_bit(tDrA) if config.bug == "reserved_descriptor_bit" else tDrA
         mma.set(tcgen05.Field.NEGATE_A, config.negate_a)
         mma.set(tcgen05.Field.NEGATE_B, config.negate_b)
@@ -238,7 +231,7 @@ def gemm_kernel(
     elif cutlass.const_expr(config.bug != "missing_wait"):
         cute.arch.mbarrier_wait(d_full, 0)  # the last commit of the MMA warp arrives
     fence_after()
-    store_accumulator(tDtD, tDgD, tidx, load_op(config.load, config.d_columns))
+    store_accumulator(tDtD, tDgD, tidx, load_op(config.load_shape, config.d_columns))
     if cutlass.const_expr(config.bug not in ("early_dealloc", "leak")):
         release(tmem, config, warp)
 

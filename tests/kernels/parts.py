@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the test kernels share: fences, operand layouts, TMEM copies, compiling and stand-ins."""
 
-import functools
 import tempfile
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32
+from cutlass import BFloat16, Float16, Float32, Int64
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -16,6 +16,18 @@ DTYPES = {"bf16": BFloat16, "fp16": Float16}
 MAJORS = {"K": OperandMajorMode.K, "MN": OperandMajorMode.MN}
 SWIZZLES = {0: "INTER", 32: "SW32", 64: "SW64", 128: "SW128"}  # bytes of a row -> DSL's name
 ALIGN_BYTES = 1024  # of an operand tile in shared memory: a whole 128-byte swizzle pattern
+
+
+class Bug(NamedTuple):
+    """A planted bug. seen_as: where it must show, in at least one place.
+
+    values: wrong numbers (memory was poisoned before the launch); hang: a wait that never ends;
+    order: an access that no barrier orders; tmem: columns used after they were freed, or never
+    freed; form: an operand that is refused; lint: the text of the PTX alone.
+    """
+
+    seen_as: str  # words, separated by blanks
+    fault: str
 
 
 @dsl_user_op
@@ -28,6 +40,21 @@ def fence_before(*, loc=None, ip=None):
 def fence_after(*, loc=None, ip=None):
     """tcgen05.fence::after_thread_sync: later TMEM accesses follow the wait that precedes."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
+
+
+def make_mma(dtype, shape, a_major="K", b_major="K", *, a_in_tmem=False, ctas=1):
+    """tcgen05.mma kind::f16 with float32 accumulators, shape (M, N) of the pair. Runs: trace."""
+    source = tcgen05.OperandSource.TMEM if a_in_tmem else tcgen05.OperandSource.SMEM
+    op = tcgen05.MmaF16BF16Op(
+        dtype,
+        Float32,
+        (*shape, 16),
+        tcgen05.CtaGroup(ctas),
+        source,
+        MAJORS[a_major],
+        MAJORS[b_major],
+    )
+    return cute.make_tiled_mma(op)
 
 
 def operand_layout(shape, major: str, swizzle: int, dtype, stages: int):
@@ -68,6 +95,13 @@ def store_op(shape: str, columns: int):
     }  # shape -> operation, columns of one repeat
     op, width = ops[shape]
     return op(tcgen05.Repetition(columns // width))
+
+
+@cute.jit
+def with_reserved_bit(fragment: cute.Tensor):
+    """The same operand with bit 53 of its shared-memory descriptors set, which must be zero."""
+    number = tcgen05.smem_descriptor_to_int(fragment.iterator) | Int64(1 << 53)
+    return cute.make_tensor(tcgen05.int_to_smem_descriptor(number), fragment.layout)
 
 
 @cute.jit

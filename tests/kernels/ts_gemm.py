@@ -15,11 +15,11 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from .parts import (
     ALIGN_BYTES,
     DTYPES,
-    MAJORS,
     compile_kernel,
     fence_after,
     fence_before,
     load_op,
+    make_mma,
     matrix,
     operand_layout,
     store_accumulator,
@@ -36,7 +36,10 @@ THREADS = 192
 
 @dataclass(frozen=True)
 class TsGemm:
-    """Compile-time parameters. store, load: shapes of tcgen05.st (A) and tcgen05.ld (D)."""
+    """Compile-time parameters. store, load: shapes of tcgen05.st (A) and tcgen05.ld (D).
+
+    With m = 64 both must be 16-lane shapes: A and D occupy 16 of every 32 lanes.
+    """
 
     dtype: str = "bf16"
     m: int = 128
@@ -69,17 +72,7 @@ def ts_gemm(mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, config: cutlass.C
     contiguous along n. m, n multiples of the tile, k of TILE_K.
     """
     dtype = DTYPES[config.dtype]
-    mma = cute.make_tiled_mma(
-        tcgen05.MmaF16BF16Op(
-            dtype,
-            Float32,
-            (config.m, config.n, 16),
-            tcgen05.CtaGroup.ONE,
-            tcgen05.OperandSource.TMEM,
-            MAJORS["K"],
-            MAJORS[config.b_major],
-        )
-    )
+    mma = make_mma(dtype, (config.m, config.n), b_major=config.b_major, a_in_tmem=True)
     tile = (config.m, config.n, TILE_K)
     shape_b = mma.partition_shape_B((config.n, TILE_K))  # ((n, 16), 1, TILE_K / 16)
     layout_b = operand_layout(shape_b, config.b_major, config.swizzle_b, dtype, STAGES)
