@@ -124,9 +124,7 @@ CHAIN_SWEEP = _entries(
     n=(128, 64, 128, 64, 128), d=(128, 128, 64, 64, 128), dtype=("bf16",) * 4 + ("fp16",)
 )
 KERNELS = {
-    "gemm": Kernel(
-        gemm.build, GEMM_SWEEP, gemm_inputs, gemm_reference, 0.0, gemm.BUGS, {"n": 64}
-    ),
+    "gemm": Kernel(gemm.build, GEMM_SWEEP, gemm_inputs, gemm_reference, 0.0, gemm.BUGS, {"n": 64}),
     "ts_gemm": Kernel(ts_gemm.build, TS_SWEEP, gemm_inputs, gemm_reference, 0.0, {}, {}),
     "chain": Kernel(
         chain.build, CHAIN_SWEEP, chain_inputs, chain_reference, 0.0, chain.BUGS, {"n": 64}

@@ -171,9 +171,7 @@ def chain_kernel(
 
     n_tiles = tensors[1].shape[0] // config.n
     if warp == MMA_WARP:
-        mma_warp(
-            mma_qk, mma_pv, loads, tensors, (sQ, sK, sV), (tStS, tOtP, tOtO), storage, config
-        )
+        mma_warp(mma_qk, mma_pv, loads, tensors, (sQ, sK, sV), (tStS, tOtP, tOtO), storage, config)
     else:
         for n_tile in cutlass.range(n_tiles, unroll=1):
             phase = (n_tile + (bug == "wrong_phase")) % 2
@@ -223,9 +221,7 @@ def mma_warp(mma_qk, mma_pv, loads, tensors, shared, tmem, storage, config: cutl
     )
     one = cute.make_layout(1)
     (tQsQ, tQgQ), (tKsK, tKgK), (tVsV, tVgV) = [
-        cpasync.tma_partition(
-            load, 0, one, cute.group_modes(s, 0, 3), cute.group_modes(part, 0, 3)
-        )
+        cpasync.tma_partition(load, 0, one, cute.group_modes(s, 0, 3), cute.group_modes(part, 0, 3))
         for load, s, part in zip(loads, shared, parts)
     ]  # each (TMA, STAGES) and (TMA, N_TILES), Q (TMA, 1) and (TMA)
     tSrQ = mma_qk.make_fragment_A(sQ)  # (1, 1, d / 16, 1) descriptors

@@ -74,7 +74,7 @@ class Gemm:
 
     @property
     def d_columns(self):
-        """Columns of D in TMEM: a pair's M = 128 puts the halves of N in two halves of the lanes."""
+        """Columns of D in TMEM: with M = 128, a pair keeps half of N in half of the lanes."""
         return self.n // 2 if self.pair and self.m == 128 else self.n
 
     @property
@@ -100,9 +100,7 @@ def gemm(mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, config: cutlass.Cons
     """
     dtype = DTYPES[config.dtype]
     group = tcgen05.CtaGroup(config.ctas)
-    mma = make_mma(
-        dtype, (config.m, config.n), config.a_major, config.b_major, ctas=config.ctas
-    )
+    mma = make_mma(dtype, (config.m, config.n), config.a_major, config.b_major, ctas=config.ctas)
     tile = (config.m, config.n, TILE_K)
     shape_a = mma.partition_shape_A((config.m, TILE_K))  # ((m / CTAs, 16), 1, TILE_K / 16)
     shape_b = mma.partition_shape_B((config.n, TILE_K))  # ((n / CTAs, 16), 1, TILE_K / 16)
