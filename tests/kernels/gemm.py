@@ -10,20 +10,23 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import tcgen05
 
 from .parts import (
     ALIGN_BYTES,
     DTYPES,
     Bug,
+    all_threads,
     compile_kernel,
     fence_after,
-    fence_before,
     load_op,
     make_mma,
     matrix,
     operand_layout,
+    stage_bytes,
     store_accumulator,
+    tma_load,
+    tma_views,
     with_reserved_bit,
 )
 
@@ -96,26 +99,20 @@ def gemm(mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, config: cutlass.Cons
     """Launch D = (-)A (-)B^T. Runs: host.
 
     Args: mA (m, k), mB (n, k) in config.dtype, contiguous along k (major K) or along m, n (MN);
-    mD (m, n) float32, contiguous along n. m, n multiples of the tile, k of TILE_K, k > TILE_K.
+    mD (m, n) float32, contiguous along n. m, n multiples of the tile, k of TILE_K.
     """
     dtype = DTYPES[config.dtype]
-    group = tcgen05.CtaGroup(config.ctas)
     mma = make_mma(dtype, (config.m, config.n), config.a_major, config.b_major, ctas=config.ctas)
     tile = (config.m, config.n, TILE_K)
     shape_a = mma.partition_shape_A((config.m, TILE_K))  # ((m / CTAs, 16), 1, TILE_K / 16)
     shape_b = mma.partition_shape_B((config.n, TILE_K))  # ((n / CTAs, 16), 1, TILE_K / 16)
     layout_a = operand_layout(shape_a, config.a_major, config.swizzle_a, dtype, STAGES)
     layout_b = operand_layout(shape_b, config.b_major, config.swizzle_b, dtype, STAGES)
-    op = cpasync.CopyBulkTensorTileG2SOp(group)
-    cluster = cute.make_layout((config.ctas, 1, 1, 1))  # (V, M, N, K)
-    load_a, mA_tma = cute.nvgpu.make_tiled_tma_atom_A(
-        op, mA, cute.select(layout_a, mode=[0, 1, 2]), tile, mma, cluster.shape
-    )
-    load_b, mB_tma = cute.nvgpu.make_tiled_tma_atom_B(
-        op, mB, cute.select(layout_b, mode=[0, 1, 2]), tile, mma, cluster.shape
-    )
+    load_a, mA_tma = tma_load(mma, "A", mA, layout_a, tile, config.ctas)
+    load_b, mB_tma = tma_load(mma, "B", mB, layout_b, tile, config.ctas)
     tiles_m, tiles_n = mD.shape[0] // config.m, mD.shape[1] // config.n
-    gemm_kernel(mma, load_a, mA_tma, load_b, mB_tma, mD, layout_a, layout_b, config).launch(
+    operands = (load_a, load_b), (mA_tma, mB_tma), (layout_a, layout_b)
+    gemm_kernel(mma, *operands, mD, config).launch(
         grid=(tiles_m * config.ctas, tiles_n, 1),
         block=(128, 1, 1),
         cluster=(2, 1, 1) if config.pair else None,
@@ -126,130 +123,135 @@ def gemm(mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, config: cutlass.Cons
 @cute.kernel
 def gemm_kernel(
     mma: cute.TiledMma,
-    load_a: cute.CopyAtom,
-    mA: cute.Tensor,
-    load_b: cute.CopyAtom,
-    mB: cute.Tensor,
+    loads: tuple[cute.CopyAtom, cute.CopyAtom],
+    tensors: tuple[cute.Tensor, cute.Tensor],
+    layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
     mD: cute.Tensor,
-    layout_a: cute.ComposedLayout,
-    layout_b: cute.ComposedLayout,
     config: cutlass.Constexpr,
 ):
-    """One tile of D. Runs: 128 threads a CTA; in a pair rank 0 issues the MMAs of both CTAs."""
+    """One tile of D. Runs: 128 threads a CTA. Args: TMA atoms, TMA tensors, layouts of (A, B)."""
     tidx, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     block_m, block_n, _ = cute.arch.block_idx()
     rank = block_m % config.ctas
     tile = (config.m, config.n, TILE_K)
-    group = tcgen05.CtaGroup(config.ctas)
-    both = 0b11 if config.pair else None  # CTAs that a commit tells
+    dtype = DTYPES[config.dtype]
 
     smem = cutlass.memory.SmemAllocator()
     storage = smem.allocate(Storage)
-    dtype = DTYPES[config.dtype]
-    sA = smem.allocate_tensor(dtype, layout_a.outer, ALIGN_BYTES, layout_a.inner)  # (A, STAGES)
-    sB = smem.allocate_tensor(dtype, layout_b.outer, ALIGN_BYTES, layout_b.inner)  # (B, STAGES)
-    full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-    d_full = storage.d_full.ptr
-
-    coordinate = (block_m // config.ctas, block_n, None)
-    gA = cute.local_tile(mA, tile, coordinate, proj=(1, None, 1))  # (m, TILE_K, K_TILES)
-    gB = cute.local_tile(mB, tile, coordinate, proj=(None, 1, 1))  # (n, TILE_K, K_TILES)
-    gD = cute.local_tile(mD, tile, coordinate, proj=(1, 1, None))  # (m, n)
-    mine = mma.get_slice(rank)
-    tDgA = mine.partition_A(gA)  # ((m / CTAs, 16), 1, TILE_K / 16, K_TILES)
-    tDgB = mine.partition_B(gB)  # ((n / CTAs, 16), 1, TILE_K / 16, K_TILES)
-    tDgD = mine.partition_C(gD)  # ((m / CTAs, n), 1, 1)
-    tDrA = mma.make_fragment_A(sA)  # (1, 1, TILE_K / 16, STAGES) descriptors
-    tDrB = mma.make_fragment_B(sB)  # (1, 1, TILE_K / 16, STAGES) descriptors
-    one = cute.make_layout(1)
-    tAsA, tAgA = cpasync.tma_partition(
-        load_a, 0, one, cute.group_modes(sA, 0, 3), cute.group_modes(tDgA, 0, 3)
-    )  # (TMA, STAGES), (TMA, K_TILES)
-    tBsB, tBgB = cpasync.tma_partition(
-        load_b, 0, one, cute.group_modes(sB, 0, 3), cute.group_modes(tDgB, 0, 3)
-    )  # (TMA, STAGES), (TMA, K_TILES)
-    tile_bytes = config.ctas * (
-        cute.size_in_bytes(dtype, cute.select(layout_a, mode=[0, 1, 2]))
-        + cute.size_in_bytes(dtype, cute.select(layout_b, mode=[0, 1, 2]))
-    )  # of one stage, in both CTAs
-
+    sA, sB = [
+        smem.allocate_tensor(dtype, layout.outer, ALIGN_BYTES, layout.inner) for layout in layouts
+    ]  # (*shape of a stage, STAGES)
     if warp == LOAD_WARP:
-        with cute.arch.elect_one():
-            for stage in cutlass.range_constexpr(STAGES):
-                cute.arch.mbarrier_init(full + stage, 1)  # rank 0's load warp, and the bytes
-                cute.arch.mbarrier_init(empty + stage, 1)  # a commit of rank 0's MMA warp
-            cute.arch.mbarrier_init(d_full, 2 if config.bug == "wrong_arrive_count" else 1)
-        cute.arch.mbarrier_init_fence()
+        initialise(storage, config.bug)
     if warp == ALLOC_WARP:
         cute.arch.alloc_tmem(config.tmem_columns, storage.tmem_address, config.pair)
         cute.arch.relinquish_tmem_alloc_permit(config.pair)
-    synchronise(config)  # all wait for all: barriers are initialised, the TMEM address is written
+    all_threads(config.pair)  # barriers are initialised, the TMEM address is written
     tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
-    tDtD = cute.make_tensor(tmem, mma.make_fragment_C(mma.partition_shape_C(tile[:2])).layout)
+    shape_d = mma.partition_shape_C(tile[:2])  # ((m / CTAs, n), 1, 1)
+    tDtD = cute.make_tensor(tmem, mma.make_fragment_C(shape_d).layout)  # as shape_d
 
+    at = (block_m // config.ctas, block_n, None)
+    mine = mma.get_slice(rank)
+    gA = cute.local_tile(tensors[0], tile, at, proj=(1, None, 1))  # (m, TILE_K, K_TILES)
+    gB = cute.local_tile(tensors[1], tile, at, proj=(None, 1, 1))  # (n, TILE_K, K_TILES)
+    gD = cute.local_tile(mD, tile, at, proj=(1, 1, None))  # (m, n)
     k_tiles = cute.size(gA, mode=[2])
     if warp == LOAD_WARP:
-        for k_tile in cutlass.range(k_tiles, unroll=1):
-            stage, phase = k_tile % STAGES, k_tile // STAGES % 2
-            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)  # the MMA warp's commit arrives
-            if rank == 0:
-                with cute.arch.elect_one():  # the MMA warp waits
-                    if cutlass.const_expr(config.bug == "missing_expect_tx"):
-                        cute.arch.mbarrier_arrive(full + stage)
-                    else:
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, tile_bytes)
-            cute.copy(load_a, tAgA[None, k_tile], tAsA[None, stage], tma_bar_ptr=full + stage)
-            cute.copy(load_b, tBgB[None, k_tile], tBsB[None, stage], tma_bar_ptr=full + stage)
-        for k_tile in cutlass.range(k_tiles, k_tiles + STAGES, unroll=1):
-            stage, phase = k_tile % STAGES, k_tile // STAGES % 2
-            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)  # no commit arrives after the exit
+        tDgA = mine.partition_A(gA)  # ((m / CTAs, 16), 1, TILE_K / 16, K_TILES)
+        tDgB = mine.partition_B(gB)  # ((n / CTAs, 16), 1, TILE_K / 16, K_TILES)
+        load_tiles(loads, (sA, sB), (tDgA, tDgB), storage, rank, config)
     elif warp == MMA_WARP and rank == 0:
-        a = with_reserved_bit(tDrA) if config.bug == "reserved_descriptor_bit" else tDrA
-        mma.set(tcgen05.Field.NEGATE_A, config.negate_a)
-        mma.set(tcgen05.Field.NEGATE_B, config.negate_b)
-        mma.set(tcgen05.Field.ACCUMULATE, False)
-        flip = 1 if config.bug == "wrong_phase" else 0
-        for k_tile in cutlass.range(k_tiles, unroll=1):
-            stage, phase = k_tile % STAGES, k_tile // STAGES % 2
-            cute.arch.mbarrier_wait(full + stage, phase ^ flip)  # the load warp and TMA arrive
-            for k_block in cutlass.range_constexpr(TILE_K // 16):
-                at = (None, None, k_block, stage)
-                cute.gemm(mma, tDtD, a[at], tDrB[at], tDtD)
-                mma.set(tcgen05.Field.ACCUMULATE, True)
-            with cute.arch.elect_one():
-                tcgen05.commit(empty + stage, both, group)  # the load warps wait
-        with cute.arch.elect_one():
-            tcgen05.commit(d_full, both, group)  # the epilogue of both CTAs waits
+        multiply(mma, tDtD, sA, sB, k_tiles, storage, config)
 
     if cutlass.const_expr(config.bug == "early_dealloc"):
         release(tmem, config, warp)
     if cutlass.const_expr(config.bug == "wait_on_wrong_barrier"):
-        cute.arch.mbarrier_wait(full, 0)
+        cute.arch.mbarrier_wait(storage.full.data_ptr(), 0)
     elif cutlass.const_expr(config.bug != "missing_wait"):
-        cute.arch.mbarrier_wait(d_full, 0)  # the last commit of the MMA warp arrives
+        cute.arch.mbarrier_wait(storage.d_full.ptr, 0)  # the last commit of the MMA warp arrives
     fence_after()
+    tDgD = mine.partition_C(gD)  # as shape_d
     store_accumulator(tDtD, tDgD, tidx, load_op(config.load_shape, config.d_columns))
     if cutlass.const_expr(config.bug not in ("early_dealloc", "leak")):
         release(tmem, config, warp)
 
 
 @cute.jit
-def synchronise(config: cutlass.Constexpr):
-    """All threads of the CTA or pair wait for all, with TMEM accesses ordered across it."""
-    fence_before()
-    if cutlass.const_expr(config.pair):
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-    else:
-        cute.arch.barrier()
-    fence_after()
+def initialise(storage, bug: cutlass.Constexpr):
+    """Initialise the barriers. Runs: one warp; the others must pass a barrier before use."""
+    with cute.arch.elect_one():
+        for stage in cutlass.range_constexpr(STAGES):
+            # arrivals: the load warp of rank 0, and the bytes; a commit of its MMA warp
+            cute.arch.mbarrier_init(storage.full.data_ptr() + stage, 1)
+            cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 1)
+        # arrivals: a commit of the MMA warp of rank 0
+        cute.arch.mbarrier_init(storage.d_full.ptr, 2 if bug == "wrong_arrive_count" else 1)
+    cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def load_tiles(loads, shared, parts, storage, rank, config: cutlass.Constexpr):
+    """Load this CTA's part of every tile of A and B. Runs: LOAD_WARP of each CTA, converged.
+
+    Args: TMA atoms, shared memory and global memory of (A, B). In a pair the bytes of both CTAs
+    arrive at the barrier of rank 0.
+    """
+    tAsA, tAgA = tma_views(loads[0], shared[0], parts[0])  # (TMA, STAGES), (TMA, K_TILES)
+    tBsB, tBgB = tma_views(loads[1], shared[1], parts[1])  # (TMA, STAGES), (TMA, K_TILES)
+    tile_bytes = config.ctas * (stage_bytes(shared[0]) + stage_bytes(shared[1]))
+    k_tiles = cute.size(tAgA, mode=[1])
+    for k_tile in cutlass.range(k_tiles, unroll=1):
+        stage, phase = k_tile % STAGES, k_tile // STAGES % 2
+        full, empty = storage.full.data_ptr() + stage, storage.empty.data_ptr() + stage
+        cute.arch.mbarrier_wait(empty, phase ^ 1)  # the MMA warp's commit arrives
+        if rank == 0:
+            with cute.arch.elect_one():  # the MMA warp waits
+                if cutlass.const_expr(config.bug == "missing_expect_tx"):
+                    cute.arch.mbarrier_arrive(full)
+                else:
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
+        cute.copy(loads[0], tAgA[None, k_tile], tAsA[None, stage], tma_bar_ptr=full)
+        cute.copy(loads[1], tBgB[None, k_tile], tBsB[None, stage], tma_bar_ptr=full)
+    for k_tile in cutlass.range(k_tiles, k_tiles + STAGES, unroll=1):
+        stage, phase = k_tile % STAGES, k_tile // STAGES % 2
+        empty = storage.empty.data_ptr() + stage
+        cute.arch.mbarrier_wait(empty, phase ^ 1)  # no commit arrives after this CTA's exit
+
+
+@cute.jit
+def multiply(mma, tDtD, sA, sB, k_tiles, storage, config: cutlass.Constexpr):
+    """Issue D = A B^T over all tiles. Runs: MMA_WARP of rank 0, converged."""
+    tDrA = mma.make_fragment_A(sA)  # (1, 1, TILE_K / 16, STAGES) descriptors
+    tDrB = mma.make_fragment_B(sB)  # (1, 1, TILE_K / 16, STAGES) descriptors
+    if cutlass.const_expr(config.bug == "reserved_descriptor_bit"):
+        tDrA = with_reserved_bit(tDrA)
+    group = tcgen05.CtaGroup(config.ctas)
+    told = 0b11 if config.pair else None  # CTAs that a commit tells
+    mma.set(tcgen05.Field.NEGATE_A, config.negate_a)
+    mma.set(tcgen05.Field.NEGATE_B, config.negate_b)
+    mma.set(tcgen05.Field.ACCUMULATE, False)
+    for k_tile in cutlass.range(k_tiles, unroll=1):
+        stage, phase = k_tile % STAGES, k_tile // STAGES % 2
+        full, empty = storage.full.data_ptr() + stage, storage.empty.data_ptr() + stage
+        if cutlass.const_expr(config.bug == "wrong_phase"):
+            phase = phase ^ 1
+        cute.arch.mbarrier_wait(full, phase)  # the load warp and TMA arrive
+        for k_block in cutlass.range_constexpr(TILE_K // 16):
+            at = (None, None, k_block, stage)
+            cute.gemm(mma, tDtD, tDrA[at], tDrB[at], tDtD)
+            mma.set(tcgen05.Field.ACCUMULATE, True)
+        with cute.arch.elect_one():
+            tcgen05.commit(empty, told, group)  # the load warps wait
+    with cute.arch.elect_one():
+        tcgen05.commit(storage.d_full.ptr, told, group)  # the epilogue of both CTAs waits
 
 
 @cute.jit
 def release(tmem: cute.Pointer, config: cutlass.Constexpr, warp):
     """Free TMEM once every thread of the CTA or pair has come here."""
-    synchronise(config)
+    all_threads(config.pair)
     if warp == ALLOC_WARP:
         cute.arch.dealloc_tmem(tmem, config.tmem_columns, config.pair)
 

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int64
 from cutlass._mlir.dialects import nvvm
-from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -68,6 +68,41 @@ def operand_layout(shape, major: str, swizzle: int, dtype, stages: int):
     atom = tcgen05.make_smem_layout_atom(kind, dtype)
     order = (1, 2, 3) if major == "K" else (2, 1, 3)
     return tcgen05.tile_to_mma_shape(atom, cute.append(shape, stages), order=order)
+
+
+def tma_load(mma, operand: str, mX, layout, tile, ctas=1):
+    """TMA atom and tensor that load one stage of `operand` ("A", "B") of the MMA. Runs: trace.
+
+    layout: from `operand_layout`; tile: (M, N, K) of the whole tile of a CTA or pair.
+    """
+    make = getattr(cute.nvgpu, f"make_tiled_tma_atom_{operand}")
+    op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup(ctas))
+    cluster = (ctas, 1, 1, 1)  # (V, M, N, K)
+    atom, tensor = make(op, mX, cute.select(layout, mode=[0, 1, 2]), tile, mma, cluster)
+    return atom, tensor
+
+
+def tma_views(load, sX, tXgX):
+    """(TMA, STAGES) of shared memory and (TMA, ...) of global memory for cute.copy. Runs: trace."""
+    groups = [cute.group_modes(tensor, 0, 3) for tensor in (sX, tXgX)]
+    return cpasync.tma_partition(load, 0, cute.make_layout(1), *groups)
+
+
+def stage_bytes(sX):
+    """Bytes of one stage of a shared operand. Runs: trace."""
+    return cute.size(sX.shape[:3]) * sX.element_type.width // 8
+
+
+@cute.jit
+def all_threads(pair: cutlass.Constexpr = False):
+    """All threads of the CTA or pair wait for all, with TMEM accesses ordered across it."""
+    fence_before()
+    if cutlass.const_expr(pair):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.barrier()
+    fence_after()
 
 
 def load_op(shape: str, columns: int):

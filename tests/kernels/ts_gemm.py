@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import tcgen05
 
 from .parts import (
     ALIGN_BYTES,
     DTYPES,
+    all_threads,
     compile_kernel,
     fence_after,
     fence_before,
@@ -22,8 +23,11 @@ from .parts import (
     make_mma,
     matrix,
     operand_layout,
+    stage_bytes,
     store_accumulator,
     store_op,
+    tma_load,
+    tma_views,
 )
 
 STAGES = 2  # tiles of A (TMEM) and of B (shared memory)
@@ -76,13 +80,7 @@ def ts_gemm(mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, config: cutlass.C
     tile = (config.m, config.n, TILE_K)
     shape_b = mma.partition_shape_B((config.n, TILE_K))  # ((n, 16), 1, TILE_K / 16)
     layout_b = operand_layout(shape_b, config.b_major, config.swizzle_b, dtype, STAGES)
-    load_b, mB_tma = cute.nvgpu.make_tiled_tma_atom_B(
-        cpasync.CopyBulkTensorTileG2SOp(),
-        mB,
-        cute.select(layout_b, mode=[0, 1, 2]),
-        tile,
-        mma,
-    )
+    load_b, mB_tma = tma_load(mma, "B", mB, layout_b, tile)
     ts_gemm_kernel(mma, mA, load_b, mB_tma, mD, layout_b, config).launch(
         grid=(mD.shape[0] // config.m, mD.shape[1] // config.n, 1),
         block=(THREADS, 1, 1),
@@ -110,89 +108,90 @@ def ts_gemm_kernel(
     smem = cutlass.memory.SmemAllocator()
     storage = smem.allocate(Storage)
     sB = smem.allocate_tensor(dtype, layout_b.outer, ALIGN_BYTES, layout_b.inner)  # (B, STAGES)
-    a_full, b_full = storage.a_full.data_ptr(), storage.b_full.data_ptr()
-    empty, d_full = storage.empty.data_ptr(), storage.d_full.ptr
-
-    gA = cute.local_tile(mA, tile, (block_m, block_n, None), proj=(1, None, 1))  # (m, TILE_K, K)
-    gB = cute.local_tile(mB, tile, (block_m, block_n, None), proj=(None, 1, 1))  # (n, TILE_K, K)
-    gD = cute.local_tile(mD, tile, (block_m, block_n, None), proj=(1, 1, None))  # (m, n)
-    whole = mma.get_slice(0)
-    tDgA = whole.partition_A(gA)  # ((m, 16), 1, TILE_K / 16, K_TILES)
-    tDgB = whole.partition_B(gB)  # ((n, 16), 1, TILE_K / 16, K_TILES)
-    tDgD = whole.partition_C(gD)  # ((m, n), 1, 1)
-    tDrB = mma.make_fragment_B(sB)  # (1, 1, TILE_K / 16, STAGES) descriptors
-    tBsB, tBgB = cpasync.tma_partition(
-        load_b, 0, cute.make_layout(1), cute.group_modes(sB, 0, 3), cute.group_modes(tDgB, 0, 3)
-    )  # (TMA, STAGES), (TMA, K_TILES)
-
     if warp == LOAD_WARP:
-        with cute.arch.elect_one():
-            for stage in cutlass.range_constexpr(STAGES):
-                cute.arch.mbarrier_init(a_full + stage, COPY_THREADS)
-                cute.arch.mbarrier_init(b_full + stage, 1)  # the load warp, and the bytes
-                cute.arch.mbarrier_init(empty + stage, 1)  # a commit
-            cute.arch.mbarrier_init(d_full, 1)  # a commit
-        cute.arch.mbarrier_init_fence()
+        initialise(storage)
     if warp == MMA_WARP:
         cute.arch.alloc_tmem(config.tmem_columns, storage.tmem_address)
         cute.arch.relinquish_tmem_alloc_permit()
-    fence_before()
-    cute.arch.barrier()  # all wait for all: barriers are initialised, the TMEM address is written
-    fence_after()
+    all_threads()  # barriers are initialised, the TMEM address is written
     tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
-    tDtD = cute.make_tensor(tmem, mma.make_fragment_C(mma.partition_shape_C(tile[:2])).layout)
-    shape_a = cute.append(mma.partition_shape_A((config.m, TILE_K)), STAGES)
-    tDtA = cute.make_tensor(
-        cute.recast_ptr(tmem + config.n, dtype=dtype), mma.make_fragment_A(shape_a).layout
-    )  # ((m, 16), 1, TILE_K / 16, STAGES)
+    shape_d = mma.partition_shape_C(tile[:2])  # ((m, n), 1, 1)
+    shape_a = mma.partition_shape_A((config.m, TILE_K))  # ((m, 16), 1, TILE_K / 16)
+    tDtD = cute.make_tensor(tmem, mma.make_fragment_C(shape_d).layout)  # as shape_d
+    layout_a = mma.make_fragment_A(cute.append(shape_a, STAGES)).layout
+    columns_a = cute.recast_ptr(tmem + config.n, dtype=dtype)  # behind D
+    tDtA = cute.make_tensor(columns_a, layout_a)  # (*shape_a, STAGES)
 
-    k_tiles = cute.size(gA, mode=[2])
+    at = (block_m, block_n, None)
+    whole = mma.get_slice(0)
+    gA = cute.local_tile(mA, tile, at, proj=(1, None, 1))  # (m, TILE_K, K_TILES)
+    gB = cute.local_tile(mB, tile, at, proj=(None, 1, 1))  # (n, TILE_K, K_TILES)
+    gD = cute.local_tile(mD, tile, at, proj=(1, 1, None))  # (m, n)
     if warp == LOAD_WARP:
-        for k_tile in cutlass.range(k_tiles, unroll=1):
-            stage, phase = k_tile % STAGES, k_tile // STAGES % 2
-            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)  # the MMA warp's commit arrives
-            with cute.arch.elect_one():  # the MMA warp waits
-                cute.arch.mbarrier_arrive_and_expect_tx(
-                    b_full + stage,
-                    cute.size_in_bytes(dtype, cute.select(layout_b, mode=[0, 1, 2])),
-                )
-            cute.copy(load_b, tBgB[None, k_tile], tBsB[None, stage], tma_bar_ptr=b_full + stage)
+        tDgB = whole.partition_B(gB)  # ((n, 16), 1, TILE_K / 16, K_TILES)
+        load_tiles(load_b, sB, tDgB, storage)
     elif warp == MMA_WARP:
-        mma.set(tcgen05.Field.ACCUMULATE, False)
-        for k_tile in cutlass.range(k_tiles, unroll=1):
-            stage, phase = k_tile % STAGES, k_tile // STAGES % 2
-            cute.arch.mbarrier_wait(b_full + stage, phase)  # the load warp and TMA arrive
-            cute.arch.mbarrier_wait(a_full + stage, phase)  # the copying threads arrive
-            fence_after()
-            for k_block in cutlass.range_constexpr(TILE_K // 16):
-                at = (None, None, k_block, stage)
-                cute.gemm(mma, tDtD, tDtA[at], tDrB[at], tDtD)
-                mma.set(tcgen05.Field.ACCUMULATE, True)
-            with cute.arch.elect_one():
-                tcgen05.commit(empty + stage)  # the load warp and the copying warps wait
-        with cute.arch.elect_one():
-            tcgen05.commit(d_full)  # the copying warps wait
+        multiply(mma, tDtD, tDtA, sB, cute.size(gA, mode=[2]), storage)
     else:
-        copy_in(tDgA, tDtA, a_full, empty, tidx, store_op(config.store, A_COLUMNS))
-        cute.arch.mbarrier_wait(d_full, 0)  # the last commit of the MMA warp arrives
+        tDgA = whole.partition_A(gA)  # ((m, 16), 1, TILE_K / 16, K_TILES)
+        copy_in(tDgA, tDtA, storage, tidx, store_op(config.store, A_COLUMNS))
+        cute.arch.mbarrier_wait(storage.d_full.ptr, 0)  # the MMA warp's last commit arrives
         fence_after()
+        tDgD = whole.partition_C(gD)  # as shape_d
         store_accumulator(tDtD, tDgD, tidx, load_op(config.load, config.n))
-    fence_before()
-    cute.arch.barrier()  # all wait for all: D has been read
-    fence_after()
+    all_threads()  # D has been read
     if warp == MMA_WARP:
         cute.arch.dealloc_tmem(tmem, config.tmem_columns)
 
 
 @cute.jit
-def copy_in(
-    tDgA: cute.Tensor,
-    tDtA: cute.Tensor,
-    a_full: cute.Pointer,
-    empty: cute.Pointer,
-    tidx,
-    op: cutlass.Constexpr,
-):
+def initialise(storage):
+    """Initialise the barriers. Runs: one warp; the others must pass a barrier before use."""
+    with cute.arch.elect_one():
+        for stage in cutlass.range_constexpr(STAGES):
+            # arrivals: the copying threads; the load warp, and the bytes; a commit
+            cute.arch.mbarrier_init(storage.a_full.data_ptr() + stage, COPY_THREADS)
+            cute.arch.mbarrier_init(storage.b_full.data_ptr() + stage, 1)
+            cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 1)
+        cute.arch.mbarrier_init(storage.d_full.ptr, 1)  # arrivals: a commit
+    cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def load_tiles(load_b, sB, tDgB, storage):
+    """Load every tile of B. Runs: LOAD_WARP, converged."""
+    tBsB, tBgB = tma_views(load_b, sB, tDgB)  # (TMA, STAGES), (TMA, K_TILES)
+    for k_tile in cutlass.range(cute.size(tBgB, mode=[1]), unroll=1):
+        stage, phase = k_tile % STAGES, k_tile // STAGES % 2
+        full, empty = storage.b_full.data_ptr() + stage, storage.empty.data_ptr() + stage
+        cute.arch.mbarrier_wait(empty, phase ^ 1)  # the MMA warp's commit arrives
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes(sB))  # the MMA warp waits
+        cute.copy(load_b, tBgB[None, k_tile], tBsB[None, stage], tma_bar_ptr=full)
+
+
+@cute.jit
+def multiply(mma, tDtD, tDtA, sB, k_tiles, storage):
+    """Issue D = A B^T over all tiles. Runs: MMA_WARP, converged."""
+    tDrB = mma.make_fragment_B(sB)  # (1, 1, TILE_K / 16, STAGES) descriptors
+    mma.set(tcgen05.Field.ACCUMULATE, False)
+    for k_tile in cutlass.range(k_tiles, unroll=1):
+        stage, phase = k_tile % STAGES, k_tile // STAGES % 2
+        cute.arch.mbarrier_wait(storage.b_full.data_ptr() + stage, phase)  # load warp, TMA arrive
+        cute.arch.mbarrier_wait(storage.a_full.data_ptr() + stage, phase)  # copying threads arrive
+        fence_after()
+        for k_block in cutlass.range_constexpr(TILE_K // 16):
+            at = (None, None, k_block, stage)
+            cute.gemm(mma, tDtD, tDtA[at], tDrB[at], tDtD)
+            mma.set(tcgen05.Field.ACCUMULATE, True)
+        with cute.arch.elect_one():
+            tcgen05.commit(storage.empty.data_ptr() + stage)  # load warp and copying warps wait
+    with cute.arch.elect_one():
+        tcgen05.commit(storage.d_full.ptr)  # the copying warps wait
+
+
+@cute.jit
+def copy_in(tDgA, tDtA, storage, tidx, op: cutlass.Constexpr):
     """Copy every tile of A to the ring in TMEM. Runs: COPY_THREADS threads.
 
     Args: tDgA ((m, 16), 1, TILE_K / 16, K_TILES), global; tDtA the same with STAGES, TMEM.
@@ -206,12 +205,12 @@ def copy_in(
     for k_tile in cutlass.range(cute.size(tDgA, mode=[3]), unroll=1):
         stage, phase = k_tile % STAGES, k_tile // STAGES % 2
         cute.autovec_copy(tDgA_r2t[None, None, None, None, k_tile], rA)
-        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)  # the MMA warp's commit arrives
+        cute.arch.mbarrier_wait(storage.empty.data_ptr() + stage, phase ^ 1)  # a commit arrives
         fence_after()
         cute.copy(copy, rA, tDtA_r2t[None, None, None, None, stage])
         cute.arch.fence_view_async_tmem_store()
         fence_before()
-        cute.arch.mbarrier_arrive(a_full + stage)  # the MMA warp waits
+        cute.arch.mbarrier_arrive(storage.a_full.data_ptr() + stage)  # the MMA warp waits
 
 
 def build(arch="sm_100a", **parameters):
