@@ -87,13 +87,21 @@ def _call(function, *arguments):
 
 
 @functools.cache
+def session() -> Session:
+    """The session of this process."""
+    return Session(slots=4 * 132)
+
+
+@functools.cache
 def module():
-    """The engine and the harness as one loaded module."""
+    """The engine and the harness as one loaded module that is bound to the session."""
     from cuda.bindings import driver, nvrtc
 
-    torch.zeros(1, device="cuda")  # makes torch's context current
     folder = pathlib.Path(__file__).parent
     source = engine.SOURCE.read_text() + (folder / "harness.cu").read_text()
+    magic = f"0x{engine.MAGIC:X}"
+    assert source.count(magic) == 1
+    source = source.replace(magic, hex(session().address))
     program = _call(nvrtc.nvrtcCreateProgram, source.encode(), b"harness.cu", 0, [], [])
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
     if int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0]):
@@ -103,19 +111,6 @@ def module():
     cubin = b" " * _call(nvrtc.nvrtcGetCUBINSize, program)
     _call(nvrtc.nvrtcGetCUBIN, program, cubin)
     return _call(driver.cuModuleLoadData, cubin)
-
-
-@functools.cache
-def session() -> Session:
-    """One session, which the module's fl_control points at."""
-    from cuda.bindings import driver
-
-    made = Session(slots=4 * 132)
-    address, size = driver.cuModuleGetGlobal(module(), b"fl_control")[1:]
-    assert size == 8
-    value = U64(made.address)
-    _call(driver.cuMemcpyHtoD, address, ctypes.addressof(value), 8)
-    return made
 
 
 def launch(kernel: str, job: Job, grid: int = 1, threads: int = 288) -> None:
@@ -332,8 +327,8 @@ def tensor_map(matrix: torch.Tensor, rows: int, columns: int, span: int):
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    words = np.array([int(word) for word in made.opaque], dtype=np.uint64)
-    return torch.from_numpy(words.view(np.int64)).cuda()
+    words = bytearray(ctypes.string_at(made.getPtr(), 128))
+    return torch.frombuffer(words, dtype=torch.uint8).cuda()
 
 
 def run_load(pair: bool, bulk: bool) -> None:
