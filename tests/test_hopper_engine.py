@@ -2,6 +2,7 @@
 """The Hopper engine without a GPU: it compiles, keeps its ABI, and computes the right addresses."""
 
 import ctypes
+import pathlib
 import random
 import re
 import shutil
@@ -52,16 +53,46 @@ def module_text():
         pytest.skip(str(missing))
 
 
-def test_the_engine_assembles_for_sm_90a(module_text, tmp_path):
+def _caller():
+    """A kernel in PTX that calls every function of the ABI, as a rewritten one does."""
+    lines = [".visible .entry caller() .reqntid 288, 1, 1 {", ".reg .b32 %r; .reg .b64 %rd;"]
+    for name, (result, parameters) in ABI.items():
+        lines.append("{")
+        for i, kind in enumerate(parameters):
+            register = "%rd" if kind == U64 else "%r"
+            lines.append(f".param .{kind} p{i}; st.param.{kind} [p{i}], {register};")
+        arguments = ", ".join(f"p{i}" for i in range(len(parameters)))
+        if result:
+            lines.append(f".param .{result} out; call (out), {name}, ({arguments});")
+            lines.append(f"ld.param.{result} %rd, [out];")
+        else:
+            lines.append(f"call {name}, ({arguments});")
+        lines.append("}")
+    return "\n".join([*lines, "ret; }", ""])
+
+
+def test_a_kernel_that_calls_the_engine_assembles_for_sm_90a(module_text, tmp_path):
     try:
         ptxas = sass.find_tool("ptxas")
     except sass.MissingTool as missing:
         pytest.skip(str(missing))
     source = tmp_path / "engine.ptx"
-    source.write_text(module_text)
-    command = [ptxas, "-arch=sm_90a", "-c", "-o", str(tmp_path / "engine.o"), str(source)]
+    source.write_text(module_text + _caller())
+    command = [ptxas, "-arch=sm_90a", "-o", str(tmp_path / "engine.cubin"), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_gpu_harness_compiles(tmp_path):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc on PATH")
+    source = tmp_path / "harness.cu"
+    harness = pathlib.Path(__file__).parent / "hopper_gpu" / "harness.cu"
+    source.write_text(SOURCE + harness.read_text())
+    command = [nvcc, "-arch=compute_90a", "-std=c++17", "-ptx", "-o", str(tmp_path / "harness.ptx")]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 def test_exported_functions_are_those_of_the_abi(module_text):
