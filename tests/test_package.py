@@ -181,7 +181,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
         assert wanted == {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
         assert {"kernel.py", "config.py", "README.md"} <= wanted
     suffixes = {pathlib.PurePath(name).suffix for name in names if name.startswith("flash_ladder/")}
-    assert suffixes <= {".py", ".md", ".json", ".typed"}
+    assert suffixes <= {".py", ".cu", ".md", ".json", ".typed"}
     common = {path.relative_to(ROOT).as_posix() for path in (ROOT / "common").rglob("*.py")}
     assert {f"flash_ladder/{name}" for name in common} <= set(names)
 

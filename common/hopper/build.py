@@ -23,6 +23,7 @@ from .engine import MAGIC, engine_ptx
 from .rewrite import ENGINE_THREADS, TARGET, rewrite, rewriter_hash
 
 MAGIC_BYTES = MAGIC.to_bytes(8, "little")
+_OUR_OPTIONS = re.compile(r"--(gpu-arch|dump-dir) \S+|--keep-(ptx|cubin)|--enable-tvm-ffi")
 
 
 class AssemblerMissing(RuntimeError):
@@ -104,7 +105,7 @@ def _compile(function, arguments: tuple, keywords: dict, folder: pathlib.Path, e
     dump = folder / f"dump{extra}"
     dump.mkdir()
     keywords = dict(keywords)
-    given = keywords.pop("options", "").replace("--enable-tvm-ffi", "")
+    given = _OUR_OPTIONS.sub("", keywords.pop("options", ""))
     options = f"--gpu-arch sm_100a --keep-ptx --enable-tvm-ffi --dump-dir {dump} {given}"
     with more_threads(extra):
         compiled = cute.compile(function, *arguments, options=options, **keywords)

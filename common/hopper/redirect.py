@@ -2,7 +2,7 @@
 """Executing other people's sm_100a CuTe DSL kernels on Hopper: `cute.compile` redirected.
 
 Inside `redirected(device)`, what a program compiles with `cute.compile` is rewritten and comes back
-as a function that runs on the Hopper GPU. Used for the peer test. Runs: host.
+as a function that runs on the Hopper GPU. Used for the peer test and the test kernels. Runs: host.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -21,24 +21,17 @@ from .run import HopperKernel, loaded
 class _Compile:
     """Stands in for `cute.compile`; everything but the call goes to the original."""
 
-    def __init__(self, original, device_index: int, folder: pathlib.Path):
-        self._original, self._device_index, self._folder = original, device_index, folder
-        self.kernels: list[HopperKernel] = []
+    def __init__(self, original, make: Callable):
+        self._original, self._make = original, make
 
     def __call__(self, function, *arguments, **keywords):
         import cutlass.cute as cute
 
-        number = len(self.kernels)
-        target = self._folder / str(number)
-        target.mkdir()
-        cute.compile = self._original
+        cute.compile = self._original  # `make` compiles, too
         try:
-            found = build(function, arguments, target, f"peer_{number}", **keywords)
+            return self._make(function, arguments, keywords)
         finally:
             cute.compile = self
-        kernel = loaded(f"peer {number}", found, self._device_index)
-        self.kernels.append(kernel)
-        return kernel.function
 
     def __getitem__(self, options):
         raise ValueError("cute.compile[...] is not redirected; pass options= instead")
@@ -48,18 +41,35 @@ class _Compile:
 
 
 @contextlib.contextmanager
-def redirected(device: torch.device) -> Iterator[list[HopperKernel]]:
-    """While open, `cute.compile` gives functions that execute on the Hopper GPU `device`.
-
-    Yields the list of kernels compiled so far. The redirection is not thread-safe.
-    """
+def compile_replaced(make: Callable) -> Iterator[None]:
+    """While open, `cute.compile(f, *a, **k)` returns `make(f, a, k)`. Not thread-safe."""
     import cutlass.cute as cute
 
     original = cute.compile
+    cute.compile = _Compile(original, make)
+    try:
+        yield
+    finally:
+        cute.compile = original
+
+
+@contextlib.contextmanager
+def redirected(device: torch.device) -> Iterator[list[HopperKernel]]:
+    """While open, `cute.compile` gives functions that execute on the Hopper GPU `device`.
+
+    Yields the list of kernels compiled so far. Not thread-safe.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
-    with tempfile.TemporaryDirectory(prefix="flash-ladder-peer-") as scratch:
-        cute.compile = _Compile(original, index, pathlib.Path(scratch))
-        try:
-            yield cute.compile.kernels
-        finally:
-            cute.compile = original
+    kernels: list[HopperKernel] = []
+    with tempfile.TemporaryDirectory(prefix="flash-ladder-") as scratch:
+
+        def make(function, arguments, keywords):
+            number = len(kernels)
+            folder = pathlib.Path(scratch) / str(number)
+            folder.mkdir()
+            found = build(function, arguments, folder, f"redirected_{number}", **keywords)
+            kernels.append(loaded(found, index))
+            return kernels[-1].function
+
+        with compile_replaced(make):
+            yield kernels

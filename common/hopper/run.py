@@ -37,7 +37,6 @@ def session(device_index: int) -> Session:
 class HopperKernel:
     """A rewritten kernel, loaded. `function` takes what a `CompiledKernel`'s does."""
 
-    key: CompileKey
     object: HopperObject
     device_index: int
 
@@ -48,7 +47,7 @@ class HopperKernel:
 
     @functools.cached_property
     def _launch(self):
-        return self.object.load(session(self.device_index).control_address)
+        return self.object.load(session(self.device_index).address)
 
     def function(self, *arguments) -> None:
         """Launch, wait for the end, and raise HopperExecutionError if the engine saw a fault."""
@@ -76,12 +75,13 @@ def hopper_kernel(stage: Stage, dtype: str, head_dim: int, device: torch.device)
     except (FileNotFoundError, ValueError):
         found = _build_into(stage, key, folder)
     index = torch.cuda.current_device() if device.index is None else device.index
-    return loaded(key, found, index)
+    return loaded(found, index)
 
 
 @functools.cache
-def loaded(key: CompileKey, found: HopperObject, index: int) -> HopperKernel:
-    return HopperKernel(key, found, index)
+def loaded(found: HopperObject, index: int) -> HopperKernel:
+    """A runnable kernel; one for each object and GPU in a process."""
+    return HopperKernel(found, index)
 
 
 @functools.cache
