@@ -9,6 +9,7 @@ with the reason. Runs: host.
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,10 +79,17 @@ def generators() -> list[str]:
 
 
 def cases(stage: Stage, sizes: dict[str, tuple[int, ...]]) -> list[Case]:
-    """A pairwise cover of generators, dtypes, head dims and `sizes` within the envelope."""
+    """A pairwise cover of generators, compiled kernels and `sizes` within the envelope.
+
+    A dtype and head dim together count as one factor: each kernel meets every generator and size.
+    """
     envelope = stage.config.ENVELOPE
-    factors = {"generator": generators(), "dtype": envelope.dtypes, "head_dim": envelope.head_dims}
-    found = [Case(**values) for values in pairwise({**factors, **sizes})]
+    kernels = tuple(itertools.product(envelope.dtypes, envelope.head_dims))
+    factors = {"generator": generators(), "kernel": kernels, **sizes}
+    found = []
+    for values in pairwise(factors):
+        dtype, head_dim = values.pop("kernel")
+        found.append(Case(dtype=dtype, head_dim=head_dim, **values))
     assert len(found) <= MAX_CASES, f"{len(found)} cases; the contract allows {MAX_CASES}"
     return found
 

@@ -14,7 +14,7 @@ import torch
 from . import inputs, numerics
 from .contract import Case, compile_skip_reason, judge
 from .envelope import check
-from .launch import kernel_for, launch, native_arch
+from .launch import kernel_for, launch, modes
 from .stage import Stage
 
 GUARD = 256  # elements before and after an output that must stay untouched
@@ -24,8 +24,7 @@ def gpu_skip_reason(stage: Stage) -> str | None:
     """Why this machine cannot run the stage's kernel, or None."""
     if not torch.cuda.is_available():
         return "no CUDA GPU here"
-    arch = native_arch(torch.device("cuda"))
-    if arch not in stage.config.ARCHS:
+    if not modes(stage, torch.device("cuda")):
         return f"stage {stage.tag} does not run on {torch.cuda.get_device_name()}"
     return compile_skip_reason()
 

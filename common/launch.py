@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +15,10 @@ from .compile import CompiledKernel, compile_stage
 from .envelope import ALIGN_BYTES, Problem, check
 from .stage import Stage
 
+if TYPE_CHECKING:
+    from .hopper.run import HopperKernel
+
+_MODE: contextvars.ContextVar[str | None] = contextvars.ContextVar("mode", default=None)
 ARCH_OF = {
     (8, 0): "sm_80",
     (8, 6): "sm_86",
@@ -39,19 +47,51 @@ def attention(stage: Stage, q, k, v, *, softmax_scale=None, return_lse=False):
     return (out, lse) if return_lse else out
 
 
-def kernel_for(stage: Stage, problem: Problem, device: torch.device) -> CompiledKernel:
-    """The compiled kernel for this problem on this device; ValueError when it cannot run there."""
+def modes(stage: Stage, device: torch.device) -> list[str]:
+    """How the stage can run on a CUDA device, the usual way first; empty when it cannot.
+
+    "native": compiled for the device. "rewritten": sm_100a code executed on Hopper by
+    `common.hopper`, right and slow.
+    """
     arch = native_arch(device)
-    if arch not in stage.config.ARCHS:
+    found = ["native"] if arch in stage.config.ARCHS else []
+    if arch == "sm_90a" and "sm_100a" in stage.config.ARCHS:
+        found.append("rewritten")
+    return found
+
+
+@contextlib.contextmanager
+def execution(mode: str) -> Iterator[None]:
+    """While open, kernels run in `mode`, also where another would be the usual way."""
+    token = _MODE.set(mode)
+    try:
+        yield
+    finally:
+        _MODE.reset(token)
+
+
+def kernel_for(
+    stage: Stage, problem: Problem, device: torch.device
+) -> CompiledKernel | HopperKernel:
+    """The kernel for this problem on this device; ValueError when it cannot run there."""
+    possible = modes(stage, device)
+    mode = _MODE.get() or (possible[0] if possible else None)
+    if mode not in possible:
         major, minor = torch.cuda.get_device_capability(device)
         raise ValueError(
             f"stage {stage.tag} runs on {', '.join(stage.config.ARCHS)}; "
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
+            + (f" and cannot run it {mode}" if mode else "")
         )
+    if mode == "rewritten":
+        from .hopper.run import hopper_kernel
+
+        return hopper_kernel(stage, problem.dtype, problem.head_dim, device)
+    arch = native_arch(device)
     return compile_stage(stage, arch=arch, dtype=problem.dtype, head_dim=problem.head_dim)
 
 
-def launch(kernel: CompiledKernel, problem: Problem, q, k, v, out, lse) -> None:
+def launch(kernel: CompiledKernel | HopperKernel, problem: Problem, q, k, v, out, lse) -> None:
     """Start the kernel on the current stream of q's device, writing `out` and `lse`."""
     scale_log2 = problem.softmax_scale * math.log2(math.e)
     with torch.cuda.device(q.device), torch.no_grad():

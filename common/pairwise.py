@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 
@@ -11,7 +12,8 @@ def pairwise(factors: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashab
     """Cases such that any pair of values of two factors occurs in at least one of them.
 
     Greedy: each case starts from an uncovered pair and takes, factor by factor, the value that
-    covers most uncovered pairs. The order is deterministic. ValueError for an empty factor.
+    covers most uncovered pairs, among equals the one used least so far. The order is
+    deterministic. ValueError for an empty factor.
     """
     empty = [name for name, values in factors.items() if not values]
     if empty:
@@ -25,6 +27,7 @@ def pairwise(factors: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashab
     if not pairs:
         return [{name: value} for name in names for value in factors[name]]
     missing = dict.fromkeys(pairs)  # a set that keeps its order
+    used = Counter()
     cases = []
     while missing:
         case = dict(sorted(next(iter(missing)), key=lambda item: names.index(item[0])))
@@ -32,10 +35,12 @@ def pairwise(factors: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashab
             if name not in case:
                 case[name] = max(
                     factors[name],
-                    key=lambda value: sum(
-                        frozenset({item, (name, value)}) in missing for item in case.items()
+                    key=lambda value: (
+                        sum(frozenset({item, (name, value)}) in missing for item in case.items()),
+                        -used[name, value],
                     ),
                 )
+        used.update(case.items())
         for pair in itertools.combinations(case.items(), 2):
             missing.pop(frozenset(pair), None)
         cases.append({name: case[name] for name in names})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import statistics
 import subprocess
 import traceback
 from typing import Any
@@ -16,50 +17,97 @@ from . import contract, contract_gpu
 from .compile import CompiledKernel, compile_stage, versions
 from .contract import Case
 from .facts import ptx_facts
-from .launch import native_arch
+from .hopper.rewrite import rewriter_hash
+from .launch import execution, modes, native_arch
 from .numerics import Comparison
 from .ptx import ptx_hash
 from .sass import MissingTool, report
 from .stage import Stage
 
 
-def verify(stage: Stage, console: Console, notes: str = "") -> dict[str, Any]:
+def verify(
+    stage: Stage, console: Console, notes: str = "", mode: str | None = None
+) -> dict[str, Any]:
     """Run all cases and checks of the gpu tier; returns the run as `evidence.RUN_FIELDS`.
 
-    Raises RuntimeError, with the reason, on a machine that cannot run the stage.
+    mode: "native" or "rewritten" (`launch.modes`); None for the usual one of this GPU. Raises
+    RuntimeError, with the reason, on a machine that cannot run the stage so.
     """
     reason = contract_gpu.gpu_skip_reason(stage)
     if reason:
         raise RuntimeError(f"cannot verify stage {stage.tag}: {reason}")
-    arch = native_arch(torch.device("cuda"))
-    cases = contract.cases(stage, contract.GPU_SIZES)
-    verdicts: dict[Case, list[Comparison] | None] = {}
-    failures = []
-    for case in track(cases, f"stage {stage.tag}: cases", console=console):
-        verdicts[case] = _attempt(failures, str(case), contract_gpu.check_gpu_case, stage, case)
-    for name, check in contract_gpu.GPU_CHECKS.items():
-        _attempt(failures, name, check, stage)
+    device = torch.device("cuda")
+    possible = modes(stage, device)
+    mode = mode or possible[0]
+    if mode not in possible:
+        raise RuntimeError(f"cannot verify stage {stage.tag} {mode}: here it runs {possible}")
+    with execution(mode):
+        verdicts, failures = _run_all(stage, console)
+        timings = [_timing(stage)] if mode == "native" else []
+    target = native_arch(device) if mode == "native" else "sm_100a"
     kernels = [
-        _kernel_row(compile_stage(stage, arch=arch, dtype=dtype, head_dim=head_dim), verdicts)
+        _kernel_row(compile_stage(stage, arch=target, dtype=dtype, head_dim=head_dim), verdicts)
         for dtype in stage.config.ENVELOPE.dtypes
         for head_dim in stage.config.ENVELOPE.head_dims
     ]
-    total = len(cases) + len(contract_gpu.GPU_CHECKS)
+    total = len(verdicts) + len(contract_gpu.GPU_CHECKS)
     for failure in failures:
         console.print(failure, style="red", markup=False)
     console.print(f"{total - len(failures)} passed, {len(failures)} failed")
-    return {
+    option = " --rewritten" if mode == "rewritten" else ""
+    run = {
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         "driver": _driver(),
         "torch": torch.__version__,
         "dsl": versions()["nvidia-cutlass-dsl"],
-        "target": arch,
-        "mode": "native",
-        "command": f"flash-ladder verify {stage.number}",
+        "target": target,
+        "mode": mode,
+        "command": f"flash-ladder verify {stage.number}{option}",
         "kernels": kernels,
         "tests": {"passed": total - len(failures), "failed": len(failures), "skipped": 0},
+        "timings": timings,
         "notes": notes,
+    }
+    return run | ({"rewriter_sha256": rewriter_hash()} if mode == "rewritten" else {})
+
+
+def _run_all(stage: Stage, console: Console) -> tuple[dict, list[str]]:
+    """(verdicts by case, failures as text) of every case and check."""
+    cases = contract.cases(stage, contract.GPU_SIZES)
+    verdicts: dict[Case, list[Comparison] | None] = {}
+    failures: list[str] = []
+    for case in track(cases, f"stage {stage.tag}: cases", console=console):
+        verdicts[case] = _attempt(failures, str(case), contract_gpu.check_gpu_case, stage, case)
+    for name, check in contract_gpu.GPU_CHECKS.items():
+        _attempt(failures, name, check, stage)
+    return verdicts, failures
+
+
+def _timing(stage: Stage, warm: int = 20, repeats: int = 20) -> dict[str, Any]:
+    """Median time of one shape by CUDA events, and the TFLOP/s of its two products."""
+    batch, heads, seqlen, head_dim = 4, 16, 4096, stage.config.ENVELOPE.head_dims[-1]
+    dtype = stage.config.ENVELOPE.dtypes[0]
+    shape = (batch, seqlen, heads, head_dim)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=getattr(torch, dtype)) for _ in range(3))
+    for _ in range(warm):
+        stage.attention(q, k, v)
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        stage.attention(q, k, v)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    median = statistics.median(times)
+    return {
+        "shape": f"b{batch} s{seqlen} h{heads} d{head_dim} {dtype}, full attention",
+        "ms": median,
+        "ms_min": min(times),
+        "ms_max": max(times),
+        "tflops": 4 * batch * heads * seqlen**2 * head_dim / median / 1e9,
+        "how": f"median of {repeats} launches after {warm}, CUDA events",
     }
 
 
