@@ -233,19 +233,45 @@ def diff(
 
 @app.command()
 @clear_errors
+def pack(
+    stage: StageArgument,
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the artefacts.")],
+) -> None:
+    """Build the stage's kernels for execution on Hopper, ahead of time and without a GPU.
+
+    On the GPU machine, FLASH_LADDER_ARTEFACTS=FOLDER uses them instead of compiling.
+    """
+    from .compile import CompileKey
+    from .hopper.run import pack as pack_kernel
+
+    for dtype in stage.config.ENVELOPE.dtypes:
+        for head_dim in stage.config.ENVELOPE.head_dims:
+            key = CompileKey(stage.number, "sm_100a", dtype, head_dim)
+            folder = out / key.name
+            folder.mkdir(parents=True)
+            pack_kernel(stage, key, folder)
+            console.print(str(folder), soft_wrap=True)
+
+
+@app.command()
+@clear_errors
 def verify(
     stage: StageArgument,
     out: Annotated[
         Optional[pathlib.Path],  # noqa: UP045
         typer.Option(help="Evidence file; the stage's own when not given."),
     ] = None,
+    rewritten: Annotated[
+        bool, typer.Option("--rewritten", help="On Hopper: execute the sm_100a code, rewritten.")
+    ] = False,
     notes: Annotated[str, typer.Option(help="A remark that the evidence keeps.")] = "",
 ) -> None:
     """Run the stage's gpu tier on this machine's GPU and write evidence."""
     from . import evidence, verification
 
     path = out or stage.folder / "evidence.json"
-    run = verification.verify(stage, console, notes)
+    mode = "rewritten" if rewritten else None
+    run = verification.verify(stage, console, notes, mode)
     evidence.add(path, stage, run)
     console.print(f"evidence written to {path}", soft_wrap=True)
     if run["tests"]["failed"]:

@@ -178,7 +178,6 @@ def compile_stage(
     arch: str = "sm_100a",
     dtype: str = "bfloat16",
     head_dim: int = 128,
-    use_cache: bool = True,
 ) -> CompiledKernel:
     """Compile one configuration of a stage, or take it from memory or disk.
 
@@ -191,8 +190,6 @@ def compile_stage(
     require_dsl()
     mark = fingerprint(stage, key)
     with _LOCK:
-        if not use_cache:
-            return _build(stage, key, pathlib.Path(tempfile.mkdtemp(prefix="flash-ladder-")))
         if mark not in _MEMORY:
             folder = cache_folder() / f"{key.name}-{mark[:24]}"
             _MEMORY[mark] = _read(key, folder) or _build_into(stage, key, folder)

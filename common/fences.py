@@ -431,6 +431,17 @@ def _tests_line(run: dict) -> str:
     return f"<p>Tests on {html.escape(_source_of(run))}: {counts}.{notes}</p>"
 
 
+def _timing_lines(run: dict) -> list[str]:
+    """A sentence for each timed shape of a native run."""
+    measured = mark("M", _source_of(run))
+    return [
+        f"<p>Time on {html.escape(run.get('gpu', 'unknown GPU'))}, {html.escape(row['shape'])}: "
+        f"{_figure(row['ms'])} ms ({_figure(row['ms_min'])} to {_figure(row['ms_max'])}), "
+        f"{_figure(row['tflops'])} TFLOP/s {measured}; {html.escape(row['how'])}.</p>"
+        for row in run.get("timings", [])
+    ]
+
+
 def results(source, language, css_class, options, md, **kwargs) -> str:
     """Fence `results stage=`: what ran where, every number with its mark."""
     number = _number(options["stage"])
@@ -440,7 +451,8 @@ def results(source, language, css_class, options, md, **kwargs) -> str:
     rows = [_kernel_row(run, kernel) for run in runs for kernel in run.get("kernels", [])]
     caption = f"stage {number:02d} · stages/{number:02d}/evidence.json"
     table = _table(RESULT_HEADINGS, rows, caption) if rows else ""
-    return "\n".join([table, *(_tests_line(run) for run in runs)])
+    lines = [line for run in runs for line in (_tests_line(run), *_timing_lines(run))]
+    return "\n".join([table, *lines])
 
 
 # --- ladder -------------------------------------------------------------------------------------

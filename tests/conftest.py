@@ -48,7 +48,9 @@ def start_python():
     """Starts `python -c code` in a folder, with changes to the environment; gives the process."""
 
     def start(code: str, folder: pathlib.Path, python=sys.executable, **environment: str):
-        inherited = {k: v for k, v in os.environ.items() if k == "PYTHONPATH" or not k.startswith("PYTHON")}
+        inherited = {
+            k: v for k, v in os.environ.items() if k == "PYTHONPATH" or not k.startswith("PYTHON")
+        }
         return subprocess.Popen(
             [python, "-c", code],
             cwd=folder,

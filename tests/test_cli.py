@@ -385,6 +385,9 @@ def test_verify_runs_every_case_and_check(ladder, dsl, stage, monkeypatch, tmp_p
 
     monkeypatch.setattr(contract_gpu, "gpu_skip_reason", lambda stage: None)
     monkeypatch.setattr(verification, "native_arch", lambda device: "sm_100a")
+    monkeypatch.setattr(verification, "modes", lambda stage, device: ["native"])
+    timing = {"shape": "one", "ms": 1.0, "ms_min": 1.0, "ms_max": 1.0, "tflops": 1.0, "how": "x"}
+    monkeypatch.setattr(verification, "_timing", lambda stage: timing)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(contract_gpu, "check_gpu_case", contract.check_model)
     monkeypatch.setattr(contract, "GPU_SIZES", {**contract.HOST_SIZES, "heads": (1,)})
@@ -399,5 +402,8 @@ def test_verify_runs_every_case_and_check(ladder, dsl, stage, monkeypatch, tmp_p
     assert (run["gpu"], run["target"], run["notes"]) == ("Some GPU", "sm_100a", "a remark")
     assert sum(kernel["cases"] for kernel in run["kernels"]) == cases
     assert all(kernel["failed"] == 0 < kernel["worst"]["used"] < 1 for kernel in run["kernels"])
+    assert run["timings"] == [timing] and run["mode"] == "native"
+    code, _, complaint = ladder("verify", "1", "--rewritten", "--out", str(path))
+    assert code == 1 and "cannot verify stage 01 rewritten" in complaint
     checks.pop("broken")
     assert ladder("verify", "1", "--out", str(path))[0] == 0

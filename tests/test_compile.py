@@ -259,14 +259,6 @@ def test_another_configuration_is_another_entry(stage, fake, tmp_path):
     )
 
 
-def test_the_cache_can_be_left_out(stage, fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(compiling.tempfile, "tempdir", str(tmp_path))
-    compile_stage(stage)
-    fresh = compile_stage(stage, use_cache=False)
-    assert len(fake) == 2 and not fresh.from_cache
-    assert tmp_path / "cache" not in fresh.folder.parents
-
-
 @pytest.mark.parametrize(
     "damage",
     [

@@ -38,6 +38,7 @@ class MBarrier:
     def expect_tx(self, size: int) -> None:
         """The current phase also waits for `size` more bytes."""
         self.tx_bytes += size
+        self._maybe_complete()
 
     def complete_tx(self, size: int) -> None:
         """`size` bytes have been delivered (they may come before they are expected)."""
