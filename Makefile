@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-EXTRAS := dev,docs
+EXTRAS := dev,docs,hopper
 
 .PHONY: demo test docs lint clean
 .DEFAULT_GOAL := demo

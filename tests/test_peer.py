@@ -22,19 +22,22 @@ def skip_reason() -> str | None:
     return None
 
 
-@pytest.fixture
-def flash_attn_func(monkeypatch):
+@pytest.fixture(scope="module")
+def flash_attn_func():
     """Upstream's op, made to choose its sm_100 kernels, compiled through the rewriter."""
     reason = skip_reason()
     if reason:
         pytest.skip(reason)
-    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_100")
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
-    from flash_attn.cute.interface import flash_attn_func
-    from flash_ladder.common.hopper.redirect import redirected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASH_ATTENTION_ARCH", "sm_100")
+        patch.setenv("CUTE_DSL_ARCH", "sm_100a")
+        sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+        patch.setenv("FLASH_ATTENTION_NUM_SMS", str(sms))
+        from flash_attn.cute.interface import flash_attn_func
+        from flash_ladder.common.hopper.redirect import redirected
 
-    with redirected(torch.device("cuda")):
-        yield flash_attn_func
+        with redirected(torch.device("cuda")):
+            yield flash_attn_func
 
 
 CASES = [
@@ -70,3 +73,18 @@ def test_forward_and_backward(flash_attn_func, seqlen, causal, heads_kv):
         true, base = getattr(exact, name), getattr(baseline, name)
         floor = numerics.half_ulp(true, found.dtype) + getattr(stored, name).abs()
         numerics.compare(found, true, base, floor=floor, rows=False, name=name).check()
+
+
+def test_forward_is_fast_enough_to_use(flash_attn_func):
+    """2048 x 2048, 16 heads, d 128 within 20 ms: a suite of such cases stays bearable."""
+    q, k, v = (torch.randn(1, 2048, 16, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    times = []
+    for _ in range(4):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        flash_attn_func(q, k, v, causal=False)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    print(f"forward, executed in software: {min(times):.2f} ms")
+    assert min(times) <= 20

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..ptx import ptx_hash
+from ..ptx import ptx_hash, read
 from .engine import MAGIC, engine_ptx
 from .rewrite import ENGINE_THREADS, TARGET, rewrite, rewriter_hash
 
@@ -77,13 +77,11 @@ def build(
     Args: function with one kernel launch; arguments and keywords as for `cute.compile`; folder
     exists; symbol names the exported function. Raises HopperRewriteError, AssemblerMissing.
     """
-    compiled = _compile(function, arguments, keywords, folder, ENGINE_THREADS)
-    uses_engine = "tcgen05." in compiled.__ptx__
-    if not uses_engine:
-        compiled = _compile(function, arguments, keywords, folder, 0)
+    compiled = _compile(function, arguments, keywords, folder, 0)
     ptx = compiled.__ptx__.rstrip("\0")
+    uses_engine = "tcgen05." in ptx
     if uses_engine:
-        ptx = _without_engine_threads(ptx)
+        compiled = _with_engine_threads(function, arguments, keywords, folder, ptx)
     text = rewrite(ptx, engine_ptx() if uses_engine else "")
     (folder / "kernel.ptx").write_text(ptx)
     (folder / "rewritten.ptx").write_text(text)
@@ -135,12 +133,16 @@ def more_threads(extra: int) -> Iterator[None]:
         config.__post_init__ = original
 
 
-def _without_engine_threads(ptx: str) -> str:
-    """The PTX as it is without `more_threads`: its one .reqntid or .maxntid less the engine's."""
-    pattern = re.compile(r"(?m)^(\.(?:reqntid|maxntid)\s+)(\d+)")
-    if len(pattern.findall(ptx)) != 1:
-        raise ValueError("expected one kernel with .reqntid or .maxntid")
-    return pattern.sub(lambda match: match[1] + str(int(match[2]) - ENGINE_THREADS), ptx)
+def _with_engine_threads(function, arguments, keywords, folder, ptx: str):
+    """The same compiled again, for its host code, which launches with the engine's threads.
+
+    Its device code is not used: knowing the number of threads, the compiler makes it differ.
+    """
+    compiled = _compile(function, arguments, keywords, folder, ENGINE_THREADS)
+    ours, theirs = (read(text).entries() for text in (ptx, compiled.__ptx__))
+    if list(ours) != list(theirs):
+        raise RuntimeError(f"two compilations made {list(ours)} and {list(theirs)}")
+    return compiled
 
 
 def exchange_binary(module, cubin: bytes) -> None:

@@ -40,13 +40,14 @@ class HopperKernel:
     object: HopperObject
     device_index: int
 
-    @property
+    @functools.cached_property
     def ptx(self) -> str:
         """The sm_100a PTX that was rewritten."""
         return self.object.ptx
 
     @functools.cached_property
     def _launch(self):
+        self.ptx  # noqa: B018  read while the folder is certainly there
         return self.object.load(session(self.device_index).address)
 
     def function(self, *arguments) -> None:

@@ -5,7 +5,7 @@ Operands are small integers, so float32 results are exact in any order and compa
 Operand images are laid out by ``layouts.element_address``, which knows nothing of the engine.
 
 ``python tests/hopper_gpu/harness.py fault NAME`` provokes one fault and prints its name (a trap
-costs the CUDA context, hence a process each); ``... bench`` times the traffic of a forward pass.
+costs the CUDA context, hence a process each).
 """
 
 from __future__ import annotations
@@ -437,32 +437,9 @@ def provoke(name: str) -> str:
     return "none 0"
 
 
-def bench(blocks: int = 16, grid: int = 256, repeats: int = 5) -> float:
-    """Milliseconds of the traffic of a forward pass (2048 x 2048, 16 heads, head dim 128)."""
-    job = Job(smem_bytes=65536, blocks=blocks)
-    for i in range(8):
-        start = i // 4 * 16384 + i % 4 * 32
-        word = layouts.encode_smem_descriptor(layouts.SmemDescriptor(start, 16, 1024, 128))
-        job.push[i] = Push(1, 0, INSTRUCTION, i > 0, word, word)
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        session()
-        start.record()
-        launch("forward_traffic", job, grid=grid, threads=640)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times)
-
-
 def main() -> None:
-    """Entry of the fault processes and of the benchmark."""
-    if sys.argv[1] == "fault":
-        print(provoke(sys.argv[2]), flush=True)
-    else:
-        print(f"forward traffic: {bench():.2f} ms")
-    sys.stdout.flush()
+    """Entry of the fault processes."""
+    print(provoke(sys.argv[2]), flush=True)
     os._exit(0)  # the context may be lost, and destructors would complain
 
 
