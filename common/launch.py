@@ -18,6 +18,7 @@ from .stage import Stage
 if TYPE_CHECKING:
     from .hopper.run import HopperKernel
 
+_KERNELS: dict[tuple, CompiledKernel | HopperKernel] = {}
 _MODE: contextvars.ContextVar[str | None] = contextvars.ContextVar("mode", default=None)
 ARCH_OF = {
     (8, 0): "sm_80",
@@ -83,6 +84,14 @@ def kernel_for(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
             + (f" and cannot run it {mode}" if mode else "")
         )
+    key = (stage.number, mode, native_arch(device), problem.dtype, problem.head_dim, device.index)
+    if key not in _KERNELS:
+        _KERNELS[key] = _find_kernel(stage, mode, problem, device)
+    return _KERNELS[key]
+
+
+def _find_kernel(stage: Stage, mode: str, problem: Problem, device: torch.device):
+    """Compile, or read from disk; milliseconds at best, so `kernel_for` keeps the result."""
     if mode == "rewritten":
         from .hopper.run import hopper_kernel
 

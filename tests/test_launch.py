@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a launch accepts and refuses beyond `contract.refusals`."""
 
+import dataclasses
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from flash_ladder.common import inputs
+from flash_ladder.common import launch as launching
 from flash_ladder.common.envelope import MAX_GRID, Problem, check
 from flash_ladder.common.launch import ARCH_OF, _aligned
 
@@ -163,3 +165,33 @@ def test_aligned_changes_strides_that_address_nothing(shape, strides, expected):
 
 def test_every_native_target_can_be_compiled_for(stage):
     assert set(stage.config.ARCHS) == set(ARCH_OF.values())
+
+
+def test_the_second_call_looks_nothing_up(stage, monkeypatch):
+    """Finding a kernel reads files; an op that did so at every call would be slow."""
+    found = []
+    monkeypatch.setattr(launching, "_KERNELS", {})
+    monkeypatch.setattr(launching, "native_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(launching, "compile_stage", lambda *a, **k: found.append(k) or "kernel")
+    device = torch.device("cuda", 0)
+    problem = Problem(1, 128, 128, 1, 64, "float16", 1.0)
+    assert launching.kernel_for(stage, problem, device) == "kernel"
+    assert launching.kernel_for(stage, problem, device) == "kernel" and len(found) == 1
+    other = dataclasses.replace(problem, dtype="bfloat16")
+    launching.kernel_for(stage, other, device)
+    assert [row["dtype"] for row in found] == ["float16", "bfloat16"]
+
+
+def test_a_mode_that_the_gpu_does_not_have_is_refused(stage, monkeypatch):
+    monkeypatch.setattr(launching, "native_arch", lambda device: "sm_80")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    problem = Problem(1, 128, 128, 1, 64, "float16", 1.0)
+    assert launching.modes(stage, torch.device("cuda", 0)) == ["native"]
+    with launching.execution("rewritten"), pytest.raises(ValueError, match="cannot run it rewr"):
+        launching.kernel_for(stage, problem, torch.device("cuda", 0))
+
+
+def test_hopper_runs_both_ways_and_native_first(stage, monkeypatch):
+    monkeypatch.setattr(launching, "native_arch", lambda device: "sm_90a")
+    assert launching.modes(stage, torch.device("cuda", 0)) == ["native", "rewritten"]
