@@ -24,7 +24,7 @@ class Ability:
 
 def abilities() -> list[Ability]:
     """Everything that decides what runs here. Nothing is compiled or launched."""
-    return [_python(), _torch(), _dsl(), _disassembler(), *_gpus(), *_optional()]
+    return [_python(), _torch(), _dsl(), _disassembler(), _hopper(), *_gpus(), *_optional()]
 
 
 def _python() -> Ability:
@@ -77,15 +77,38 @@ def _gpus() -> list[Ability]:
     if not torch.cuda.is_available():
         detail = "none visible" if torch.version.cuda else "none (torch is a CPU build)"
         return [
-            Ability("GPU", False, detail, "sm_80 or newer: stage 01 natively; sm_100: all natively")
+            Ability(
+                "GPU", False, detail, "sm_80: stage 01; sm_90: all, rewritten; sm_100: all natively"
+            )
         ]
     found = []
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         name = f"{torch.cuda.get_device_name(index)}, sm_{capability[0]}{capability[1]}"
-        does = "runs stages natively" if capability[0] == 10 else "runs stage 01 natively"
-        found.append(Ability(f"GPU {index}", capability in ARCH_OF, name, does))
+        found.append(Ability(f"GPU {index}", capability in ARCH_OF, name, _runs(capability)))
     return found
+
+
+def _runs(capability: tuple[int, int]) -> str:
+    """What a GPU of this compute capability is good for."""
+    if capability[0] == 10:
+        return "all stages natively"
+    if capability == (9, 0):
+        return "stage 01 natively, sm_100a code rewritten"
+    return "stage 01 natively"
+
+
+def _hopper() -> Ability:
+    """What building for execution on Hopper needs."""
+    from .hopper.engine import EngineCompilerMissing, find_compiler
+    from .sass import MissingTool, find_tool
+
+    unlocks = "building for execution on Hopper"
+    try:
+        _, version = find_compiler()
+        return Ability("NVRTC and ptxas", True, f"{version}; {find_tool('ptxas')}", unlocks)
+    except (EngineCompilerMissing, MissingTool) as missing:
+        return Ability("NVRTC and ptxas", False, str(missing), unlocks)
 
 
 def _optional() -> list[Ability]:

@@ -22,7 +22,14 @@ from .envelope import check, dtype_name
 from .sass import MissingTool
 from .stage import Stage
 
-SHOWN_FACTS = ("registers", "stack_bytes", "spill_instructions", "ffma_sass", "mufu_ex2_sass")
+SHOWN_FACTS = (
+    "registers",
+    "stack_bytes",
+    "spill_instructions",
+    "ffma_sass",
+    "ffma2_sass",
+    "mufu_ex2_sass",
+)
 
 
 @dataclass

@@ -187,7 +187,7 @@ def engine_ptx() -> str:
 
     Raises EngineCompilerMissing or EngineCompileError.
     """
-    compiler, version = _compiler()
+    compiler, version = find_compiler()
     parts = (SOURCE.read_bytes(), pathlib.Path(__file__).read_bytes(), version.encode())
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
     path = cache_folder() / f"engine-{digest[:24]}.ptx"
@@ -203,16 +203,8 @@ def engine_ptx() -> str:
     return text
 
 
-def with_control(ptx: str, address: int) -> str:
-    """The module with `fl_control` pointing at a Control block in device memory."""
-    magic = f"0x{MAGIC:016X}"
-    if ptx.count(magic) != 1:
-        raise ValueError(f"{magic} occurs {ptx.count(magic)} times in the PTX; expected once")
-    return ptx.replace(magic, f"0x{address:016X}")
-
-
-def _compiler():
-    """(function that returns PTX, version) of NVRTC, else of nvcc."""
+def find_compiler():
+    """(function that returns PTX, version) of NVRTC, else of nvcc; EngineCompilerMissing."""
     nvrtc = _nvrtc()
     if nvrtc is not None:
         return functools.partial(_compile_nvrtc, nvrtc), f"nvrtc {nvrtc.nvrtcVersion()[1:]}"

@@ -22,7 +22,6 @@ from .engine import (
     Control,
     Fault,
     fault_sentence,
-    with_control,
 )
 
 _OFFSET = 0xFFFFFF  # of a shared::cluster address; the CTA's rank stands above
@@ -153,10 +152,6 @@ class Session:
     def address(self) -> int:
         """Device address of the Control block."""
         return self._control.data_ptr()
-
-    def bind(self, ptx: str) -> str:
-        """The rewritten module with `fl_control` pointing at this session."""
-        return with_control(ptx, self.address)
 
     def settings(
         self,
