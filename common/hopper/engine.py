@@ -215,7 +215,7 @@ def find_compiler():
             "(CUDA 12: nvidia-cuda-nvrtc-cu12), or put nvcc on PATH"
         )
     words = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    return functools.partial(_compile_nvcc, nvcc), f"nvcc {words.split()[-1:]}"
+    return functools.partial(_compile_nvcc, nvcc), f"nvcc {words.split()[-1]}"
 
 
 def _nvrtc():
