@@ -281,11 +281,8 @@ def _envelope_rows(envelope) -> tuple[list[str], list[list[str]]]:
 
 
 def _value(value) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {_value(item)}" for key, item in value.items())
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return ", ".join(_value(item) for item in value)
-    return str(value)
+    """A declared value; a limit such as ("<=", 255) reads `<= 255`."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _declared_rows(declared: dict) -> tuple[list[str], list[list[str]]]:
