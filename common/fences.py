@@ -282,6 +282,8 @@ def _envelope_rows(envelope) -> tuple[list[str], list[list[str]]]:
 
 def _value(value) -> str:
     """A declared value; a limit such as ("<=", 255) reads `<= 255`."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_value(item)}" for key, item in value.items())
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
