@@ -270,10 +270,13 @@ def _build(stage: Stage, key: CompileKey, folder: pathlib.Path) -> CompiledKerne
 
 
 def _launch_smem_bytes(host_ir: str) -> int:
-    """Dynamic shared memory of the only launch: the 64-bit constant that host code stores."""
+    """Dynamic shared memory of the only launch: the third field of its cudaLaunchConfig_t."""
+    config = r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+    field = rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, {config}"
+    fields = set(re.findall(field, host_ir))
     constants = dict(re.findall(r"(%\w+) = llvm\.mlir\.constant\((\d+) : i64\)", host_ir))
-    stored = re.findall(r"llvm\.store (%\w+), %\w+ : i64, !llvm\.ptr", host_ir)
-    sizes = {int(constants[name]) for name in stored if name in constants}
+    stores = re.findall(r"llvm\.store (%\w+), (%\w+) : i64, !llvm\.ptr", host_ir)
+    sizes = {int(constants[value]) for value, place in stores if place in fields}
     if len(sizes) != 1:
         raise RuntimeError(f"expected one launch with one shared-memory size; found {sizes}")
     return sizes.pop()
