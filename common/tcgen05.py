@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor memory, MMA and TMA helpers that are finished being taught. Runs: trace time, device."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass._mlir.dialects import nvvm

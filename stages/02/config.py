@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage 02 = stage 01 + tensor memory: both products on the tensor core, tiles moved by TMA.
 
-One warpgroup still does one thing after the other. A thread still owns one query row, but its scores
-and its output live in tensor memory between the steps. Data only; runs: host.
+One warpgroup still does one thing after the other. A thread still owns one query row, but scores
+and output live in tensor memory between the steps. Data only; runs: host.
 """
 
 from ..common.plan import Arrival, Barrier, Envelope, Plan, Role, SmemBuffer, TmemRegion
@@ -35,7 +35,7 @@ def plan(head_dim: int) -> Plan:
     everyone, one = Arrival("COMPUTE"), Arrival("COMPUTE", "one")
     return Plan(
         roles=(
-            Role("COMPUTE", range(0, 4), does="load, QK, softmax, PV, epilogue; warp 0 issues"),
+            Role("COMPUTE", range(0, 4), does="everything, in turn; warp 0 issues"),
         ),
         smem=(
             SmemBuffer("barriers", 64, align=8, holds="mbarriers and the address of tensor memory"),
