@@ -9,7 +9,7 @@ from . import config
 from .epilogue import logsumexp, store_row
 from .load import load_tile
 from .mma import mma_pv, mma_qk
-from .softmax import online_softmax_step
+from .softmax import exponentials, update_max
 
 
 @cute.jit
@@ -88,7 +88,8 @@ def attention_kernel(
         load_tile(gV[None, None, n_block], sV, tidx, threads)
         cute.arch.barrier(barrier_id=0, number_of_threads=threads)  # kv_full: all wait for all
         mma_qk(sQ[tidx, None], sK, rS)
-        row_max, row_sum, acc_scale = online_softmax_step(rS, row_max, row_sum, scale_log2)
+        row_max, acc_scale = update_max(rS, row_max, scale_log2)
+        row_sum = exponentials(rS, row_max, row_sum, acc_scale, scale_log2)
         rO.store(rO.load() * acc_scale)
         mma_pv(rS, sV, rO)
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)  # kv_empty: all wait for all

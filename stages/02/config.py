@@ -34,9 +34,7 @@ def plan(head_dim: int) -> Plan:
     tile_bytes = tile_n * head_dim * 2
     everyone, one = Arrival("COMPUTE"), Arrival("COMPUTE", "one")
     return Plan(
-        roles=(
-            Role("COMPUTE", range(0, 4), does="everything, in turn; warp 0 issues"),
-        ),
+        roles=(Role("COMPUTE", range(0, 4), does="everything, in turn; warp 0 issues"),),
         smem=(
             SmemBuffer("barriers", 64, align=8, holds="mbarriers and the address of tensor memory"),
             SmemBuffer("sQ", TILE_M * head_dim * 2, align=1024, holds="query tile"),

@@ -21,7 +21,7 @@ from .correction import rescale
 from .epilogue import logsumexp, stage_row, store_tile
 from .load import load_tile
 from .mma import make_mmas, mma_pv, mma_qk
-from .softmax import load_scores, online_softmax_step, store_probabilities
+from .softmax import exponentials, load_scores, store_probabilities, update_max
 
 
 @cute.struct
@@ -180,7 +180,8 @@ def attention_kernel(
         cute.arch.mbarrier_wait(bars.s_full.ptr, phase)  # warp 0's commit after QK arrives
         fence_after()
         load_scores(tStS, rS, tidx)
-        row_max, row_sum, acc_scale = online_softmax_step(rS, row_max, row_sum, scale_log2)
+        row_max, acc_scale = update_max(rS, row_max, scale_log2)
+        row_sum = exponentials(rS, row_max, row_sum, acc_scale, scale_log2)
         store_probabilities(rS, tOtP, tidx)
         if n_iter > 0:
             rescale(tOtO, acc_scale, tidx)
