@@ -10,12 +10,14 @@ from ..common.plan import Arrival, Barrier, Envelope, Plan, Role, SmemBuffer, Tm
 NAME = "TMEM accumulators"
 IDEA = "The tensor core computes both products; S, P and O live in tensor memory."
 
-TILE_M = 128  # query rows of a CTA, one per thread and one per lane of tensor memory
+TILE_M = 128  # query rows of a tile, one per thread and one per lane of tensor memory
+Q_TILES = 1  # query tiles of a CTA
 TILE_N = {64: 128, 128: 128}  # keys of a tile by head dim
+KV_STAGES = {64: 2, 128: 2}  # slots for K and V: one each
 CHUNK = 32  # columns of tensor memory that one load or store moves
 COPY_BYTES = 16  # one shared-memory store of a thread
 TMEM_COLUMNS = 512  # all of them, so that one CTA owns the SM; 256 would do
-TMEM_S, TMEM_P, TMEM_O = 0, 128, 256  # first column of S, of P (16-bit pairs) and of O
+TMEM_S, TMEM_P, TMEM_O = (0,), (128,), (256,)  # first columns by query tile
 ARCHS = ("sm_100a", "sm_103a")  # runs natively
 
 ENVELOPE = Envelope(
@@ -38,14 +40,13 @@ def plan(head_dim: int) -> Plan:
         smem=(
             SmemBuffer("barriers", 64, align=8, holds="mbarriers and the address of tensor memory"),
             SmemBuffer("sQ", TILE_M * head_dim * 2, align=1024, holds="query tile"),
-            SmemBuffer("sK", tile_bytes, align=1024, holds="key tile"),
-            SmemBuffer("sV", tile_bytes, align=1024, holds="value tile"),
+            SmemBuffer("sKV", tile_bytes, KV_STAGES[head_dim], 1024, "key tile, value tile"),
             SmemBuffer("sO", TILE_M * head_dim * 2, align=1024, holds="output tile"),
         ),
         tmem=(
-            TmemRegion("S", TMEM_S, tile_n, holds="scores, float32"),
-            TmemRegion("P", TMEM_P, tile_n // 2, holds="probabilities, 16-bit pairs"),
-            TmemRegion("O", TMEM_O, head_dim, holds="unnormalised output, float32"),
+            TmemRegion("S", TMEM_S[0], tile_n, holds="scores, float32"),
+            TmemRegion("P", TMEM_P[0], tile_n // 2, holds="probabilities, 16-bit pairs"),
+            TmemRegion("O", TMEM_O[0], head_dim, holds="unnormalised output, float32"),
         ),
         barriers=(
             Barrier(
@@ -59,8 +60,9 @@ def plan(head_dim: int) -> Plan:
                 "kv_full",
                 producers=(Arrival("COMPUTE", "tma"),),
                 consumers=(one,),
-                tx_bytes=2 * tile_bytes,
-                guards="sK and sV hold this key tile",
+                stages=KV_STAGES[head_dim],
+                tx_bytes=tile_bytes,
+                guards="a slot holds its tile of K or V",
             ),
             Barrier(
                 "s_full",
@@ -72,7 +74,7 @@ def plan(head_dim: int) -> Plan:
                 "o_full",
                 producers=(Arrival("COMPUTE", "commit"),),
                 consumers=(everyone,),
-                guards="O includes this key tile; S, P, sK and sV are free",
+                guards="O includes this key tile; S, P and both slots are free",
             ),
             Barrier(
                 "start_end",

@@ -4,7 +4,7 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
-from cutlass.cute.nvgpu import tcgen05
+from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ..common import arith
 from ..common.tcgen05 import tmem_copy
@@ -37,12 +37,20 @@ def stage_row(tOtO: cute.Tensor, sO: cute.Tensor, row_sum: Float32, tidx: cutlas
 
 
 @cute.jit
-def store_tile(store: cute.CopyAtom, tOsO: cute.Tensor, tOgO: cute.Tensor):
-    """Write the staged tile to global memory by TMA; sO is free on return.
+def store_tile(store: cute.CopyAtom, mO_tma: cute.Tensor, sO: cute.Tensor, tile, where):
+    """Write a staged output tile to global memory by TMA; its part of sO is free on return.
 
-    Runs: one warp, converged; one lane issues. Rows beyond the tensor are not written.
+    Runs: one warp, converged; one lane issues. Args: store, the TMA atom; mO_tma (sq, d, h, b); sO
+    (TILE_M, d, Q_TILES) shared; tile of the CTA; where, (m_block, head, batch). Rows beyond the
+    tensor are not written.
     """
-    cute.copy(store, tOsO, tOgO)
+    m_block, head, batch = where
+    tile_q = (config.TILE_M, cute.size(sO, mode=[1]))
+    gO = cute.local_tile(mO_tma[None, None, head, batch], tile_q, (None, 0))  # (TILE_M, d, m)
+    tOsO, tOgO = cpasync.tma_partition(
+        store, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
+    )  # (TMA, Q_TILES), (TMA, m)
+    cute.copy(store, tOsO[None, tile], tOgO[None, m_block * config.Q_TILES + tile])
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 

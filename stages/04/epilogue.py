@@ -37,12 +37,20 @@ def stage_row(tOtO: cute.Tensor, sO: cute.Tensor, row_sum: Float32, tidx: cutlas
 
 
 @cute.jit
-def store_tile(store: cute.CopyAtom, tOsO: cute.Tensor, tOgO: cute.Tensor):
-    """Write the staged tile to global memory by TMA; sO is free on return.
+def store_tile(store: cute.CopyAtom, mO_tma: cute.Tensor, sO: cute.Tensor, tile, where):
+    """Write a staged output tile to global memory by TMA; its part of sO is free on return.
 
-    Runs: one warp, converged; one lane issues. Rows beyond the tensor are not written.
+    Runs: one warp, converged; one lane issues. Args: store, the TMA atom; mO_tma (sq, d, h, b); sO
+    (TILE_M, d, Q_TILES) shared; tile of the CTA; where, (m_block, head, batch). Rows beyond the
+    tensor are not written.
     """
-    cute.copy(store, tOsO, tOgO)
+    m_block, head, batch = where
+    tile_q = (config.TILE_M, cute.size(sO, mode=[1]))
+    gO = cute.local_tile(mO_tma[None, None, head, batch], tile_q, (None, 0))  # (TILE_M, d, m)
+    tOsO, tOgO = cpasync.tma_partition(
+        store, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
+    )  # (TMA, Q_TILES), (TMA, m)
+    cute.copy(store, tOsO[None, tile], tOgO[None, m_block * config.Q_TILES + tile])
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -51,18 +59,11 @@ def store_tile(store: cute.CopyAtom, tOsO: cute.Tensor, tOgO: cute.Tensor):
 def epilogue(store: cute.CopyAtom, mO_tma: cute.Tensor, sO: cute.Tensor, bars, where):
     """Store both output tiles as they become ready.
 
-    Runs: EPILOGUE, converged. Args: store, the TMA atom; mO_tma (sq, d, h, b); sO (TILE_M, d, 2)
-    shared; where, (m_block, head, batch). Waits: o_staged.
+    Runs: EPILOGUE, converged. Args: as store_tile. Waits: o_staged.
     """
-    m_block, head, batch = where
-    tile_q = (config.TILE_M, cute.size(sO, mode=[1]))
-    gO = cute.local_tile(mO_tma[None, None, head, batch], tile_q, (None, 0))  # (TILE_M, d, m)
-    tOsO, tOgO = cpasync.tma_partition(
-        store, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
-    )  # (TMA, 2), (TMA, m)
     for tile in cutlass.range_constexpr(config.Q_TILES):
         cute.arch.mbarrier_wait(bars.o_staged.data_ptr() + tile, 0)  # CORRECTION arrives
-        store_tile(store, tOsO[None, tile], tOgO[None, m_block * config.Q_TILES + tile])
+        store_tile(store, mO_tma, sO, tile, where)
 
 
 @cute.jit

@@ -193,7 +193,7 @@ def tensor_memory(address, tile: int, head_dim: int, dtype):
 
 @cute.jit
 def initialise(bars, stages: cutlass.Constexpr):
-    """Initialise the mbarriers. Runs: MMA; the others must pass a barrier before they use them."""
+    """Initialise the mbarriers. Runs: MMA; the others must pass a barrier before use."""
     with cute.arch.elect_one():
         for slot in cutlass.range_constexpr(stages):
             cute.arch.mbarrier_init(bars.kv_full.data_ptr() + slot, 1)  # LOAD, and the bytes

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 03 = stage 02 + warp roles: two query tiles take turns on the tensor core.
+
+Each query tile of 128 rows has a softmax warpgroup; a warp loads, a warp issues the MMAs. Data
+only; runs: host.
+"""
+
+from ..common.plan import Arrival, Barrier, Envelope, Plan, Role, SmemBuffer, TmemRegion
+
+NAME = "warp-specialised ping-pong"
+IDEA = "While one query tile is in its softmax, the tensor core works for the other."
+
+TILE_M = 128  # query rows of a tile, one per thread of its softmax warpgroup
+Q_TILES = 2  # query tiles of a CTA
+TILE_N = {64: 128, 128: 128}  # keys of a tile by head dim
+KV_STAGES = {64: 6, 128: 3}  # slots of the ring that K and V share
+CHUNK = 32  # columns of tensor memory that one load or store moves
+COPY_BYTES = 16  # one shared-memory store of a thread
+TMEM_COLUMNS = 512
+TMEM_S, TMEM_P, TMEM_O = (0, 128), (64, 192), (256, 384)  # first columns by query tile
+ARCHS = ("sm_100a", "sm_103a")  # runs natively
+
+SOFTMAX0, SOFTMAX1 = range(0, 4), range(4, 8)  # warps
+MMA, EPILOGUE, LOAD, EMPTY = 8, 9, 10, 11  # warps
+REGISTERS = {"softmax": 208, "other": 88}  # by thread; 168 x 3 = 504 a lane to share
+
+ENVELOPE = Envelope(
+    dtypes=("bfloat16", "float16"),
+    head_dims=(64, 128),
+    seqlen_multiple=128,
+    grouped_heads=False,
+    differentiable=False,
+    lifted_by={"head_dim": 10, "seqlen": 8, "heads": 9, "strides": 10, "grad": 7},
+)
+
+
+def plan(head_dim: int) -> Plan:
+    """Resources of one CTA for `head_dim` (64 or 128)."""
+    tile_n = TILE_N[head_dim]
+    return Plan(
+        roles=(
+            Role("SOFTMAX0", SOFTMAX0, REGISTERS["softmax"], "softmax of query tile 0"),
+            Role("SOFTMAX1", SOFTMAX1, REGISTERS["softmax"], "softmax of query tile 1"),
+            Role("MMA", range(MMA, MMA + 1), REGISTERS["other"], "issues QK and PV"),
+            Role("EPILOGUE", range(EPILOGUE, EPILOGUE + 1), REGISTERS["other"], "stores O by TMA"),
+            Role("LOAD", range(LOAD, LOAD + 1), REGISTERS["other"], "loads Q, K, V by TMA"),
+            Role("EMPTY", range(EMPTY, EMPTY + 1), REGISTERS["other"], "nothing"),
+        ),
+        launch_registers=168,
+        smem=(
+            SmemBuffer("barriers", 256, align=8, holds="mbarriers, address of tensor memory"),
+            SmemBuffer("sQ", TILE_M * head_dim * 2, Q_TILES, 1024, "query tiles"),
+            SmemBuffer("sKV", tile_n * head_dim * 2, KV_STAGES[head_dim], 1024, "K, V in turn"),
+            SmemBuffer("sO", TILE_M * head_dim * 2, Q_TILES, 1024, "output tiles"),
+        ),
+        tmem=tuple(
+            region
+            for tile in range(Q_TILES)
+            for region in (
+                TmemRegion(f"S{tile}", TMEM_S[tile], tile_n, "scores", (f"P{tile}",)),
+                TmemRegion(f"P{tile}", TMEM_P[tile], tile_n // 2, "probabilities, 16-bit pairs"),
+                TmemRegion(f"O{tile}", TMEM_O[tile], head_dim, "unnormalised output"),
+            )
+        ),
+        barriers=(
+            *_ring(head_dim),
+            *(row for tile in range(Q_TILES) for row in _tile(tile, head_dim)),
+        ),
+    )
+
+
+def _ring(head_dim: int) -> tuple[Barrier, ...]:
+    slot_bytes, stages = TILE_N[head_dim] * head_dim * 2, KV_STAGES[head_dim]
+    everyone = tuple(
+        Arrival(name) for name in ("SOFTMAX0", "SOFTMAX1", "MMA", "EPILOGUE", "LOAD", "EMPTY")
+    )
+    load, mma = (Arrival("LOAD", "tma"),), (Arrival("MMA", "commit"),)
+    return (
+        Barrier(
+            "start", everyone, everyone, "barriers, tensor memory are there", "named", number=0
+        ),
+        Barrier(
+            "kv_full",
+            load,
+            (Arrival("MMA"),),
+            "a slot holds its tile of K or V",
+            stages=stages,
+            tx_bytes=slot_bytes,
+        ),
+        Barrier(
+            "kv_empty",
+            mma,
+            (Arrival("LOAD"),),
+            "the MMAs that read the slot are done",
+            stages=stages,
+            first_wait_passes=True,
+        ),
+    )
+
+
+def _tile(tile: int, head_dim: int) -> tuple[Barrier, ...]:
+    softmax = (Arrival(f"SOFTMAX{tile}"),)
+    load, commit, mma = (Arrival("LOAD", "tma"),), (Arrival("MMA", "commit"),), (Arrival("MMA"),)
+    store = (Arrival("EPILOGUE"), Arrival("MMA"))
+    tile_bytes = TILE_M * head_dim * 2
+    return (
+        Barrier(f"q_full{tile}", load, mma, "sQ holds the query tile", tx_bytes=tile_bytes),
+        Barrier(f"s_full{tile}", commit, softmax, "S is complete, and so is the PV before it"),
+        Barrier(f"p_full{tile}", softmax, mma, "P is complete, S was read, O is rescaled"),
+        Barrier(f"o_full{tile}", commit, softmax, "O includes all keys"),
+        Barrier(f"o_staged{tile}", softmax, store, "sO holds the output; O was read"),
+    )
+
+
+# What the compiled code must show, by head dim. Names: common.facts.FACT_NAMES.
+DECLARED = {64: {}, 128: {}}
