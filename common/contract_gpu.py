@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 
 from . import inputs, numerics
-from .contract import Case, compile_skip_reason, judge
+from .contract import GPU_SIZES, Case, cases, compile_skip_reason, judge
 from .envelope import check
-from .launch import kernel_for, launch, modes
+from .launch import execution, kernel_for, launch, modes
 from .stage import Stage
 
 GUARD = 256  # elements before and after an output that must stay untouched
@@ -82,6 +82,13 @@ def _some(stage: Stage, **changes) -> inputs.Problem:
             **changes,
         }
     ).problem("cuda")
+
+
+def gpu_large(stage: Stage) -> None:
+    """4 x 32 heads against 4096 keys in one launch."""
+    problem = _some(stage, seqlen_q=512, seqlen_k=4096, batch=4, heads=32)
+    for verdict in judge(problem, *run_problem(stage, problem)):
+        verdict.check()
 
 
 def gpu_public_op(stage: Stage) -> None:
@@ -198,6 +205,7 @@ def gpu_far_offsets(stage: Stage) -> None:
 GPU_CHECKS: dict[str, Callable[[Stage], None]] = {
     check.__name__.removeprefix("gpu_"): check
     for check in (
+        gpu_large,
         gpu_public_op,
         gpu_softmax_scale,
         gpu_repeats,
@@ -210,3 +218,36 @@ GPU_CHECKS: dict[str, Callable[[Stage], None]] = {
         gpu_far_offsets,
     )
 }
+
+ADVERSARIES = {
+    1: {"eager": True, "delays": {"tma": 10_000}},
+    2: {"eager": False, "delays": {"mma": 10_000}},
+    3: {"eager": True, "delays": {"tmem": 3_000, "start": 20_000}},
+    4: {"eager": False, "delays": {"mma": 5_000, "tma": 5_000, "tmem": 2_000}},
+    5: {"eager": True, "delays": {"mma": 5_000, "tma": 5_000, "tmem": 2_000, "start": 5_000}},
+}  # seed -> settings of the engine (`hopper.session.Session.settings`); delays in nanoseconds
+
+
+def adversary_skip_reason(stage: Stage) -> str | None:
+    """Why the stage cannot be executed under adversaries here, or None."""
+    reason = gpu_skip_reason(stage)
+    if reason:
+        return reason
+    if "rewritten" not in modes(stage, torch.device("cuda")):
+        return "adversaries belong to execution on Hopper"
+    uses = any(stage.config.plan(head_dim).tmem for head_dim in stage.config.ENVELOPE.head_dims)
+    return None if uses else f"stage {stage.tag} uses no tensor memory: nothing to delay"
+
+
+def check_adversary(stage: Stage, seed: int) -> None:
+    """Every case of the cover, rewritten, with the delays and the MMA order of one adversary."""
+    from .hopper.run import session
+
+    engine = session(torch.cuda.current_device())
+    engine.settings(seed=seed, **ADVERSARIES[seed])
+    try:
+        with execution("rewritten"):
+            for case in cases(stage, GPU_SIZES):
+                check_gpu_case(stage, case)
+    finally:
+        engine.settings()

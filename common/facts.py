@@ -228,6 +228,10 @@ _FROM_SASS: dict[str, tuple[str, Callable[[SassReport], object]]] = {
     "tile_cycles_alu": ("ALU cycles per tile (derived)", _cycles("softmax_alu")),
     "tile_cycles_tensor": ("tensor-core cycles per tile (derived)", _cycles("tensor")),
     "tile_cycles_smem": ("shared-memory cycles per tile (derived)", _cycles("smem")),
+    "correction_issue": (
+        "issue slots of correction per tile, rescaling (derived)",
+        _cycles("correction_issue_max"),
+    ),
     "mma_warp_issue": ("issue slots of the MMA warp per tile (derived)", _cycles("mma_warp_issue")),
     "tensor_ceiling": ("tensor cycles over those of the bounding resource", _of_model("ceiling")),
     "bound_by": ("the resource with most cycles per tile", _of_model("bound_by")),

@@ -44,13 +44,14 @@ def verify(
     with execution(mode):
         verdicts, failures = _run_all(stage, console)
         timings = [_timing(stage)] if mode == "native" else []
+    seeds = _run_adversaries(stage, failures, console) if mode == "rewritten" else []
     target = native_arch(device) if mode == "native" else "sm_100a"
     kernels = [
         _kernel_row(compile_stage(stage, arch=target, dtype=dtype, head_dim=head_dim), verdicts)
         for dtype in stage.config.ENVELOPE.dtypes
         for head_dim in stage.config.ENVELOPE.head_dims
     ]
-    total = len(verdicts) + len(contract_gpu.GPU_CHECKS)
+    total = len(verdicts) + len(contract_gpu.GPU_CHECKS) + len(seeds)
     for failure in failures:
         console.print(failure, style="red", markup=False)
     console.print(f"{total - len(failures)} passed, {len(failures)} failed")
@@ -66,6 +67,7 @@ def verify(
         "command": f"flash-ladder verify {stage.number}{option}",
         "kernels": kernels,
         "tests": {"passed": total - len(failures), "failed": len(failures), "skipped": 0},
+        "adversaries": seeds,
         "timings": timings,
         "notes": notes,
     }
@@ -82,6 +84,16 @@ def _run_all(stage: Stage, console: Console) -> tuple[dict, list[str]]:
     for name, check in contract_gpu.GPU_CHECKS.items():
         _attempt(failures, name, check, stage)
     return verdicts, failures
+
+
+def _run_adversaries(stage: Stage, failures: list[str], console: Console) -> list[int]:
+    """Seeds under which every case was executed once more."""
+    if contract_gpu.adversary_skip_reason(stage):
+        return []
+    seeds = list(contract_gpu.ADVERSARIES)
+    for seed in track(seeds, f"stage {stage.tag}: adversaries", console=console):
+        _attempt(failures, f"adversary {seed}", contract_gpu.check_adversary, stage, seed)
+    return seeds
 
 
 def _timing(stage: Stage, warm: int = 20, repeats: int = 20) -> dict[str, Any]:

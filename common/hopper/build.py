@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -105,7 +106,8 @@ def _compile(function, arguments: tuple, keywords: dict, folder: pathlib.Path, e
     keywords = dict(keywords)
     given = _OUR_OPTIONS.sub("", keywords.pop("options", ""))
     options = f"--gpu-arch sm_100a --keep-ptx --enable-tvm-ffi --dump-dir {dump} {given}"
-    with more_threads(extra):
+    with more_threads(extra), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This static loop has")  # meant to be unrolled
         compiled = cute.compile(function, *arguments, options=options, **keywords)
         compiled.__ptx__  # noqa: B018  read before the folder goes
     shutil.rmtree(dump)

@@ -97,4 +97,17 @@ def plan(head_dim: int) -> Plan:
 
 
 # What the compiled code must show, by head dim. Names: common.facts.FACT_NAMES.
-DECLARED = {64: {}, 128: {}}
+DECLARED = {
+    head_dim: {
+        "registers": ("<=", 255),
+        "tmem_columns": TMEM_COLUMNS,
+        "mma_kinds": "f16",
+        "mma_ss": head_dim // 16,  # QK: 16 columns of the head dim each
+        "mma_ts": tile_n // 16,  # PV: 16 keys each
+        "ex2": tile_n + 1,  # a tile's P and the factor acc_scale
+        "max": tile_n,
+        "tma_loads": 3 * head_dim // 64,  # Q, K, V: 128 bytes of each row at a time
+        "tma_stores": head_dim // 64,  # O
+    }
+    for head_dim, tile_n in TILE_N.items()
+}

@@ -68,3 +68,11 @@ def test_gpu_case(gpu, case):
 @pytest.mark.parametrize("name", contract_gpu.GPU_CHECKS)
 def test_gpu_check(gpu, name):
     contract_gpu.GPU_CHECKS[name](STAGE)
+
+
+@pytest.mark.parametrize("seed", contract_gpu.ADVERSARIES)
+def test_gpu_adversary(seed):
+    reason = contract_gpu.adversary_skip_reason(STAGE)
+    if reason:
+        pytest.skip(reason)
+    contract_gpu.check_adversary(STAGE, seed)

@@ -113,4 +113,15 @@ def _tile(tile: int, head_dim: int) -> tuple[Barrier, ...]:
 
 
 # What the compiled code must show, by head dim. Names: common.facts.FACT_NAMES.
-DECLARED = {64: {}, 128: {}}
+DECLARED = {
+    head_dim: {
+        "registers": 168,  # at launch: 65536 / 384 threads, in steps of 8
+        "tmem_columns": TMEM_COLUMNS,
+        "mma_kinds": "f16",
+        "mma_ss": 4 * head_dim // 16,  # QK of two tiles, first and in the loop
+        "mma_ts": 4 * tile_n // 16,  # PV of two tiles, in the loop and last
+        "ex2": 2 * (tile_n + 1),  # two softmax warpgroups
+        "max": 2 * tile_n,
+    }
+    for head_dim, tile_n in TILE_N.items()
+}

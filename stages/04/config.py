@@ -121,4 +121,20 @@ def _tile(tile: int, head_dim: int) -> tuple[Barrier, ...]:
 
 
 # What the compiled code must show, by head dim. Names: common.facts.FACT_NAMES.
-DECLARED = {64: {}, 128: {}}
+DECLARED = {
+    head_dim: {
+        "registers": 128,  # at launch: 65536 / 512 threads
+        "tmem_columns": TMEM_COLUMNS,
+        "mma_kinds": "f16",
+        "mma_ss": 4 * head_dim // 16,  # QK of two tiles, first and in the loop
+        "mma_ts": 4 * tile_n // 16,  # PV of two tiles, in the loop and last
+        "ex2": 2 * (tile_n + 1),  # two softmax warpgroups
+        "max": 2 * tile_n,
+        "slots_per_element": ("<=", 3.55),
+        "mma_warp_issue": ("<=", 250),
+        "correction_issue": ("<=", 95),
+        "tile_cycles_smem": ("<=", 772),
+        "tensor_ceiling": (">=", 0.99 if head_dim == 128 else 0.49),
+    }
+    for head_dim, tile_n in TILE_N.items()
+}
