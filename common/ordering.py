@@ -109,7 +109,7 @@ class Ordering:
         """Start a strand, which knows what its issuer knows; returns its name.
 
         Facts: of an "mma" cta_group (1), accumulator (intervals) and shape; of a "reduce"
-        ordered=True where the order of sums matters.
+        ordered=True where the order of sums matters. A multicast copy is a strand for each CTA.
         """
         thread = self._thread(agent)
         if kind not in KINDS:
@@ -223,11 +223,15 @@ class Ordering:
             thread.outstanding[kind] = []
 
     def feeds(self, load: str, op: str, line: str) -> None:
-        """A tcgen05.st that its thread issues next uses the registers of `load`: it has ended."""
-        strand = self._strand(load)
-        if strand.kind != "tmem.ld":
+        """A tcgen05.st that its thread issues next uses the registers of `load`: it has ended.
+
+        Nothing happens when the load has ended already, at a wait.ld.
+        """
+        strand = self._strands.get(load)
+        if strand and strand.kind != "tmem.ld":
             raise OrderingError(f"{op} ({line}): {load} is {strand.kind}; only a tmem.ld feeds")
-        self._finish(strand)
+        if strand:
+            self._finish(strand)
 
     def finish(self, strand: str, read: bool = False) -> None:
         """A bulk wait_group reaches one bulk store or reduction; `read`: only wait_group.read."""
@@ -277,9 +281,11 @@ class Ordering:
         """
         thread = self._thread(agent)
         thread.before_tick = thread.step()
-        thread.committed = thread.issued.get("mma", 0)
-        for strand in thread.running:
+        for strand in reversed(thread.running):
+            if strand.number <= thread.committed:
+                break
             strand.barriers.append(barrier)
+        thread.committed = thread.issued.get("mma", 0)
         self._barrier(barrier).commit(thread)
 
     def complete(self, barrier: str) -> None:

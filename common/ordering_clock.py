@@ -2,18 +2,21 @@
 """What the happens-before checker knows about threads, strands and barriers: vector clocks.
 
 A thread counts its events; a clock says up to which count the events of each thread are known.
-There are two entries a thread: its own doings (key `index`) and the completions that it acquired at
-barriers (key `~index`). Strands have no entry: a strand remembers which threads know since when that
-it is done, so clocks stay as small as the number of threads. Runs: host.
+There are two entries a thread: its own doings (key `index`) and the completions that it acquired
+at barriers (key `~index`). Strands have no entry: a strand remembers which threads know since when
+that it is done, so clocks stay as small as the number of threads. Runs: host.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-Clock = dict[int, int]  # never changed once it is shared
+Clock = Mapping[int, int]  # never changed: threads share them
+EMPTY: Clock = MappingProxyType({})
 
 COPIES = ("tma.load", "dsmem.copy")  # their completion counts bytes on an mbarrier
 STORES = ("tma.store", "reduce")  # their completion is waited for by the issuing thread
@@ -37,9 +40,9 @@ def join(a: Clock, b: Clock) -> Clock:
 class Message(NamedTuple):
     """What a release carries: three clocks, one for each kind of visibility."""
 
-    base: Clock = {}  # everything done
-    proxy: Clock = {}  # done before the doer's fence.proxy.async
-    tensor: Clock = {}  # done before the doer's tcgen05 before-fence
+    base: Clock = EMPTY  # everything done
+    proxy: Clock = EMPTY  # done before the doer's fence.proxy.async
+    tensor: Clock = EMPTY  # done before the doer's tcgen05 before-fence
 
     def joined(self, other: Message) -> Message:
         """The later of the two."""
@@ -49,11 +52,11 @@ class Message(NamedTuple):
 class Views(NamedTuple):
     """What a thread knows at some point; a strand starts with its issuer's."""
 
-    base: Clock = {}
-    proxy: Clock = {}
-    tensor: Clock = {}
-    proxy_seen: Clock = {}  # `proxy` at the thread's own last fence.proxy.async
-    tensor_seen: Clock = {}  # `tensor` at the thread's own last tcgen05 after-fence
+    base: Clock = EMPTY
+    proxy: Clock = EMPTY
+    tensor: Clock = EMPTY
+    proxy_seen: Clock = EMPTY  # `proxy` at the thread's own last fence.proxy.async
+    tensor_seen: Clock = EMPTY  # `tensor` at the thread's own last tcgen05 after-fence
     proxy_tick: int = 0  # when that proxy fence was
 
 
@@ -145,8 +148,8 @@ class Strand:
         self.cta_group = facts.get("cta_group", 1)
         self.pipeline = (self.cta_group, facts.get("accumulator"), facts.get("shape"))
         self.barriers: list[str] = []  # that it arrives on
-        self.reads_done: Clock = {}  # key of a thread -> tick since which it knows
-        self.writes_done: Clock = self.reads_done if kind not in STORES else {}
+        self.reads_done: dict[int, int] = {}  # key of a thread -> tick since which it knows
+        self.writes_done: dict[int, int] = self.reads_done if kind not in STORES else {}
 
     def done(self, key: int, tick: int, reads_only: bool = False) -> None:
         """A thread learns at `tick` that the strand is done, or has read its source."""
