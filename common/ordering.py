@@ -12,8 +12,9 @@
 Fed by the SM model while it runs and by the logs of executed kernels. Timing plays no part: what
 no rule orders is reported even if it never went wrong. Events must come in an order that could
 have happened (an arrive before the wait that sees it); a strand's accesses may be recorded at any
-time between its issue and its end. The cost is linear in the number of events for a given number
-of threads. Agents are threads, declared with `thread`, and strands, named by `issue`.
+time between its issue and its end, those of one thread's MMAs in the order of issue. The cost is
+linear in the number of events for a given number of threads. Agents are threads, declared with
+`thread`, and strands, named by `issue`.
 
 Approximated: a thread is a whole warp role, whose fences and accesses are those of all its lanes;
 the last write of a cell and the reads since stand for its history (at most 16 unordered ones of a
@@ -364,5 +365,5 @@ def _replaces(old: Access, new: Access) -> bool:
     if old.thread is not new.thread or old.kind != new.kind:
         return False
     if old.kind == "mma":
-        return old.strand.pipeline == new.strand.pipeline and old.strand.number < new.strand.number
+        return old.strand.pipeline == new.strand.pipeline
     return missing_edge(old, new) is None

@@ -24,9 +24,8 @@ def missing_edge(a: Access, b: Access) -> str | None:
     if mmas and _pipelined(a, b):
         return None
     missing = _after_strand(a, b)
-    if missing and mmas and a.thread is b.thread and a.strand.number < b.strand.number:
-        return "A1" if a.strand.cta_group == b.strand.cta_group else missing
-    return missing
+    one_queue = mmas and a.thread is b.thread and a.strand.cta_group == b.strand.cta_group
+    return "A1" if missing and one_queue else missing
 
 
 def _after_generic(a: Access, b: Access) -> str | None:
@@ -46,7 +45,7 @@ def _pipelined(a: Access, b: Access) -> bool:
     if a.strand.pipeline != b.strand.pipeline:
         return False
     if a.thread is b.thread:
-        return a.strand.number < b.strand.number
+        return True
     return b.views.tensor_seen.get(a.thread.index, 0) >= a.strand.tick
 
 

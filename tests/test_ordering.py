@@ -173,8 +173,9 @@ RULES = {
         + wait("SOFTMAX0", "full") + own("SOFTMAX0", "read", "smem"), "arrive full", "wait",
     ),
     "what a copy's issuer knew travels with it": (
-        own("SOFTMAX0", "read", "smem") + arrive("SOFTMAX0", "empty") + wait("LOAD", "empty")
-        + TMA + arrive("load K", "full") + wait("MMA", "full") + own("MMA", "write", "smem"),
+        own("SOFTMAX0", "read", "smem", P_LOW) + arrive("SOFTMAX0", "empty")
+        + wait("LOAD", "empty") + strand("LOAD", "tma.load", "load", ("write", "smem", O))
+        + arrive("load", "full") + wait("MMA", "full") + own("MMA", "write", "smem", P_LOW),
         "LOAD waits empty", "wait",
     ),
     "MMAs of two threads: a pipeline needs no commit, but fences": (
@@ -447,6 +448,12 @@ def test_a_wait_sees_complete_phases_only():
     assert replay(events + own("MMA", "read", "smem")).races() == []
 
 
+def test_arrivals_of_the_next_phase_are_not_seen():
+    arrival = ("arrive", "LOAD", "b", *at("arrive"), {})
+    events = START + arrive("LOAD", "b") + own("LOAD", "write", "smem") + [arrival]
+    assert len(replay(events + wait("MMA", "b") + own("MMA", "read", "smem")).races()) == 1
+
+
 def test_a_skipped_phase_is_acquired_with_the_next():
     events = START + own("LOAD", "write", "smem") + arrive("LOAD", "b") + arrive("LOAD", "b")
     assert replay(events + wait("MMA", "b") + own("MMA", "read", "smem")).races() == []
@@ -458,6 +465,13 @@ def test_accesses_of_a_strand_may_be_recorded_late():
     events = [*START, issue, *TMA, *arrive("load K", "full"), *wait("MMA", "full"), *accesses]
     (race,) = replay(events).races()
     assert (race.first.op, race.second.op, race.missing) == ("load K", "S", "wait")
+
+
+def test_what_ends_after_the_issue_is_too_late():
+    ld = strand("MMA", "tmem.ld", "ld", ("read", "tmem", S))
+    issue, *accesses = mma_s()
+    (race,) = replay([*START, *ld, issue, *fence("MMA", "wait.ld"), *accesses]).races()
+    assert (race.first.op, race.second.op, race.missing) == ("ld", "S", "wait::ld")
 
 
 def test_replay_equals_direct_calls():
@@ -516,7 +530,7 @@ def test_an_ended_strand_has_no_more_accesses():
 def test_cost_is_linear_in_events(mutation, record_property):
     """Twice the events, about twice the time, also where a mutation leaves strands unfinished."""
     seconds = {}
-    for tiles in (500, 1000):
+    for tiles in (800, 1600):  # some 20 000 and 40 000 events
         events = deleted(pipeline(tiles), mutation)
         best = []
         for _ in range(2):
