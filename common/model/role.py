@@ -192,11 +192,10 @@ class Role:
         events = [copy.read if read else copy.done for copy in waited]
         kind = "bulk.wait.read" if read else "bulk.wait"
         start = yield from self._block(events, lambda: f"{len(events)} bulk groups ({kind})", line)
+        for copy in waited:
+            self.log.finish(copy.strand, read=read)
         if not read:
-            for copy in waited:
-                self.log.finish(copy.strand)
             self.bulk = self.bulk[len(waited) :]
-        self.log.fence(self.agent, kind, "bulk_wait", line)
         self.sm.engines.record(self.agent, "barrier", kind, -1, start, self.env.now)
 
     def dsmem_copy(self, source: Slot, target: Slot, barrier: str, tile: int = -1) -> None:
@@ -302,7 +301,7 @@ class Role:
         first = tmem.find(columns)
         tmem.allocate(self.agent, first, columns)
         cells = ((first * QUARTERS, (first + columns) * QUARTERS),)
-        self.log.write(self.agent, tmem.name, cells, "alloc", line)
+        self.log.read(self.agent, tmem.name, cells, "alloc", line)  # before anybody's first write
         return first
 
     def dealloc(self) -> None:
