@@ -68,6 +68,9 @@ class Mma:
                     f"{self.op}: {name} is {operand.name} of {operand.shape}; M={m}, N={n}, K={k} "
                     f"needs {wanted[name]} in each CTA (rows of B are N, its columns K)"
                 )
+        dtypes = [x.dtype if isinstance(x, TmemView) else x.buffer.dtype for x in (self.a, self.b)]
+        if dtypes not in ([torch.bfloat16] * 2, [torch.float16] * 2):
+            raise ModelFault(f"{self.op}: A and B are {dtypes}; both must be bfloat16 or float16")
         if self.d.dtype != torch.float32:
             raise ModelFault(f"{self.op}: D is {self.d.dtype}; accumulators are float32")
 
