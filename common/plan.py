@@ -78,7 +78,7 @@ class Barrier:
     first_wait_passes: bool = False  # a fresh mbarrier lets a wait for parity 1 through
 
     def arrivals(self, plan: Plan) -> int:
-        """Arrival count that initialises the barrier (others: a CTA's arriving plus waiting threads)."""
+        """Arrivals that initialise it (other kinds: arriving plus waiting threads of a CTA)."""
         if self.kind == "mbarrier":
             return sum(arrival.count(plan) for arrival in self.producers)
         roles = {arrival.role for arrival in (*self.producers, *self.consumers)}

@@ -21,8 +21,8 @@ class MBarrier:
 
     Args: env; name for messages; count, arrivals a phase (at least 1); latency, cycles until a
     waiter notices that a phase has ended; shares, for each role its arrivals a phase in one CTA and
-    the number of CTAs that arrive (empty: unknown); on_complete, called when a phase ends. `phase` counts completed phases; its lowest
-    bit is the parity that the current phase will complete.
+    the number of CTAs that arrive (empty: unknown); on_complete, called when a phase ends. `phase`
+    counts completed phases; its lowest bit is the parity that the current phase will complete.
     """
 
     def __init__(

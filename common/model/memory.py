@@ -9,6 +9,7 @@ bytes only within 1024). What was never written reads as NaN and is reported.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,8 +41,8 @@ class Smem:
         buffer = Buffer(self, name, tuple(shape), dtype, rows[name].stages, rows[name].slot_bytes)
         if buffer.bytes > buffer.slot_bytes:
             raise ValueError(
-                f"{name}: {tuple(shape)} of {dtype} are {buffer.bytes} B, but the plan gives a slot "
-                f"{buffer.slot_bytes} B"
+                f"{name}: {tuple(shape)} of {dtype} are {buffer.bytes} B, but the plan gives a "
+                f"slot {buffer.slot_bytes} B"
             )
         self.buffers[name] = buffer
         return buffer
@@ -142,7 +143,7 @@ class Slot:
             else:
                 rows = range(self.rows[0], self.rows[1])
                 found += [(base + row * block + left, base + row * block + right) for row in rows]
-        return tuple((start // CELL, -(-stop // CELL)) for start, stop in found)
+        return _joined((start // CELL, -(-stop // CELL)) for start, stop in found)
 
     def _matrix(self) -> torch.Tensor:
         """The whole slot as a strided view (rows, blocks, elements of a block)."""
@@ -173,6 +174,16 @@ class Slot:
     def unwritten(self) -> bool:
         """Whether a cell of it has never been written."""
         return not all(self.buffer.smem.written[a:b].all() for a, b in self.cells)
+
+
+def _joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
+    """Ascending intervals, those that touch made one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in intervals:
+        if joined and start <= joined[-1][1]:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return tuple(joined)
 
 
 class Global:
@@ -222,6 +233,6 @@ def as_tile(target: Tile | Global | torch.Tensor) -> Tile:
         return target
     if isinstance(target, torch.Tensor):
         if not target.is_contiguous():
-            raise ModelFault("a copy needs a Tile or a contiguous tensor; use Global(...).tile(...)")
+            raise ModelFault("copies take contiguous tensors; use Global(...).tile(...)")
         target = Global(f"tensor at {target.data_ptr():#x}", target)
     return target.tile()

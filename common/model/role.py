@@ -184,7 +184,10 @@ class Role:
         self.env.process(self.sm.copies.store(self.agent, source, target, copy, add, tile))
 
     def bulk_wait(self, read: bool = False, keep: int = 0) -> Generator:
-        """Wait until all but the `keep` newest bulk groups are done, or have `read` their source."""
+        """Wait until all but the `keep` newest bulk groups are done, or have read their source.
+
+        `read`: only the latter, as wait_group.read.
+        """
         line = caller_line()
         if self.sm.skips(self.agent, "bulk_wait", "", line):
             return
@@ -261,7 +264,8 @@ class Role:
         """Registers to tensor memory, rounded to the view's dtype; in effect after `wait_st`."""
         line, op = caller_line(), f"store {view.name}"
         if tuple(values.shape) != view.shape:
-            raise ValueError(f"{self.agent} stores {tuple(values.shape)} to {view.name} {view.shape}")
+            given = tuple(values.shape)
+            raise ValueError(f"{self.agent} stores {given} to {view.name}, which is {view.shape}")
         self._access(view, "tmem.st", op, line, self.log.write)
         taken, values = self._tmem_port(view, op, tile, "write"), values.clone()
         self._stores_done = taken + self.sm.machine["tmem_latency"]

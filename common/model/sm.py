@@ -167,7 +167,8 @@ class Sm:
                 found.append(f"{role.agent} never waited for {len(role.bulk)} bulk groups")
             if role.budget is not None and role.registers != role.budget:
                 found.append(
-                    f"{role.agent} ends with {role.registers} registers; the plan says {role.budget}"
+                    f"{role.agent} ends with {role.registers} registers, not the plan's "
+                    f"{role.budget}"
                 )
         return found
 

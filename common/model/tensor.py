@@ -129,11 +129,10 @@ class TensorCore:
                 end = max(self.env.now + interval, *(self._fetch(mma, sm) for sm in sms))
                 yield self.env.timeout(end - self.env.now)
             for sm, values in zip(sms, results):
-                view = mma.d.on(sm.tmem)
-                view.put(values)
-                sm.tmem.log.append((start, self.env.now, "write", mma.op, view.column, view.columns))
-                name, agent = "tensor", mma.role.agent
-                sm.engines.record(agent, name, mma.op, mma.tile, start, self.env.now)
+                d, end = mma.d.on(sm.tmem), self.env.now
+                d.put(values)
+                sm.tmem.log.append((start, end, "write", mma.op, d.column, d.columns))
+                sm.engines.record(mma.role.agent, "tensor", mma.op, mma.tile, start, end)
             self.env.process(self._finish(mma))
 
     def _finish(self, mma: Mma):
