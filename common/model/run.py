@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .engines import ENGINES, Span
 from .machine import Machine
-from .sm import ENGINES, Sm, Span
+from .sm import Sm
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Run:
     """The result of a model run; times are derived from `machine`, never measured.
 
     out (b, sq, h, d) in the inputs' dtype and lse (b, h, sq) float32, NaN where no CTA ran;
-    cycles of each CTA that ran; the trace of the first; ctas in the whole grid.
+    cycles of each CTA that ran; the trace of the first; ctas in the whole grid; findings of each
+    CTA that ran: reads of unwritten memory, leaks, and races if an ordering checker observed it.
     """
 
     machine: Machine
@@ -28,6 +30,7 @@ class Run:
     trace: tuple[Span, ...]
     ctas: int
     flop: float
+    findings: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -45,7 +48,7 @@ class Run:
         spent = {name: 0.0 for name in ENGINES}
         for span in self.trace:
             if span.engine in spent:
-                spent[span.engine] += span.end - span.start
+                spent[span.engine] += (span.end - span.start) * span.share
         return {name: cycles / self.cta_cycles[0] for name, cycles in spent.items()}
 
     def spent_on(self) -> dict[str, float]:
@@ -79,14 +82,15 @@ def grid_run(
     ctas = blocks * heads * batch
     out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
     lse = torch.full((batch, heads, seqlen_q), float("nan"))
-    cycles, trace = [], ()
+    cycles, trace, findings = [], (), []
     for block in range(ctas if max_ctas is None else min(ctas, max_ctas)):
         m_block, head, b = block % blocks, block // blocks % heads, block // blocks // heads
         sm, result = cta(b, head, m_block)
         cycles.append(sm.run())
         trace = trace or tuple(sm.trace)
+        findings += [f"CTA {block}: {finding}" for finding in sm.findings()]
         rows = slice(m_block * tile_m, (m_block + 1) * tile_m)
         tile_out, tile_lse = result()
         out[b, rows, head], lse[b, head, rows] = tile_out.to(q.dtype), tile_lse
     flop = 4.0 * batch * heads * seqlen_q * k.shape[1] * head_dim
-    return Run(machine, out, lse, tuple(cycles), trace, ctas, flop)
+    return Run(machine, out, lse, tuple(cycles), trace, ctas, flop, tuple(findings))
