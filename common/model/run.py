@@ -73,12 +73,12 @@ def grid_run(
     """Run the CTAs of a forward grid: query tiles fastest, then heads, then batch.
 
     `cta(batch, head, m_block)` gives an `Sm` ready to run and a function that returns its
-    out (tile_m, d) and lse (tile_m,) afterwards.
+    out (tile_m, d) and lse (tile_m,) afterwards. Rows beyond the tensor are dropped.
     """
     if max_ctas is not None and max_ctas < 1:
         raise ValueError(f"max_ctas must be at least 1; got {max_ctas}")
     batch, seqlen_q, heads, head_dim = q.shape
-    blocks = seqlen_q // tile_m
+    blocks = math.ceil(seqlen_q / tile_m)
     ctas = blocks * heads * batch
     out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
     lse = torch.full((batch, heads, seqlen_q), float("nan"))
@@ -89,8 +89,8 @@ def grid_run(
         cycles.append(sm.run())
         trace = trace or tuple(sm.trace)
         findings += [f"CTA {block}: {finding}" for finding in sm.findings()]
-        rows = slice(m_block * tile_m, (m_block + 1) * tile_m)
-        tile_out, tile_lse = result()
+        rows = slice(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q))
+        tile_out, tile_lse = (values[: rows.stop - rows.start] for values in result())
         out[b, rows, head], lse[b, head, rows] = tile_out.to(q.dtype), tile_lse
     flop = 4.0 * batch * heads * seqlen_q * k.shape[1] * head_dim
     return Run(machine, out, lse, tuple(cycles), trace, ctas, flop, tuple(findings))
