@@ -24,11 +24,15 @@ CHUNK = 2048  # bytes; small enough for MMA operands to get between
 
 @dataclass
 class BulkCopy:
-    """A store or reduction: `read` when its shared memory is free, `done` when all is written."""
+    """A store or reduction: `read` when its shared memory is free, `done` when all is written.
+
+    `awaited`: its role has waited for one of the two (the end of a kernel waits for the writes).
+    """
 
     strand: object
     read: simpy.Event
     done: simpy.Event
+    awaited: bool = False
 
 
 class CopyEngine:

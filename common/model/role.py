@@ -196,6 +196,7 @@ class Role:
         kind = "bulk.wait.read" if read else "bulk.wait"
         start = yield from self._block(events, lambda: f"{len(events)} bulk groups ({kind})", line)
         for copy in waited:
+            copy.awaited = True
             self.log.finish(copy.strand, read=read)
         if not read:
             self.bulk = self.bulk[len(waited) :]

@@ -163,8 +163,8 @@ class Sm:
         for agent, mmas in self.tensor.uncommitted.items():
             found.append(f"{agent} never committed {len(mmas)} MMAs, the first at {mmas[0].line}")
         for role, _ in self.roles:
-            if role.bulk:
-                found.append(f"{role.agent} never waited for {len(role.bulk)} bulk groups")
+            if left := [copy for copy in role.bulk if not copy.awaited]:
+                found.append(f"{role.agent} never waited for {len(left)} bulk groups")
             if role.budget is not None and role.registers != role.budget:
                 found.append(
                     f"{role.agent} ends with {role.registers} registers, not the plan's "
