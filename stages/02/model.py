@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage 02's schedule on the SM model: the kernel's steps, one after the other. Runs: host.
 
-Functions are named as in the kernel and wait, arrive, copy and multiply in its order. What is left
-out: the issue slots of copies and MMAs, and the numbers of statistics that never leave a thread.
+Functions are named as in the kernel; each role waits, arrives, copies and multiplies in the kernel's
+order. Left out: issue slots of copies, MMAs and barriers, and the factor's exp2 (1 a row).
 """
 
 import math
@@ -28,8 +28,9 @@ def run(q, k, v, softmax_scale: float, machine: Machine, max_ctas: int | None = 
 
     def cta(batch: int, head: int, m_block: int):
         rows = slice(m_block * tile_m, (m_block + 1) * tile_m)
-        work = Cta(machine, q[batch, rows, head], k[batch, :, head], v[batch, :, head])
-        work.start(softmax_scale / LN2)
+        tensors = q[batch, rows, head], k[batch, :, head], v[batch, :, head]
+        work = Cta(machine, *tensors, softmax_scale / LN2)
+        work.start()
         return work.sm, lambda: (work.out.tensor, work.lse)
 
     return grid_run(machine, q, k, tile_m, cta, max_ctas)
@@ -38,9 +39,10 @@ def run(q, k, v, softmax_scale: float, machine: Machine, max_ctas: int | None = 
 class Cta:
     """The tensors, memories and roles of one CTA; q (rows, d), k and v (sk, d)."""
 
-    def __init__(self, machine: Machine, q, k, v):
-        self.head_dim, tile_n = q.shape[1], config.TILE_N[q.shape[1]]
-        self.num_n_blocks, self.scale_log2 = len(k) // tile_n, math.nan
+    def __init__(self, machine: Machine, q, k, v, scale_log2: float):
+        self.head_dim, self.scale_log2 = q.shape[1], scale_log2
+        tile_n = config.TILE_N[self.head_dim]
+        self.num_n_blocks = len(k) // tile_n
         self.sm = Sm(machine, config.plan(self.head_dim))
         rows = config.Q_TILES * config.TILE_M
         self.q, self.k, self.v = Global("q", q), Global("k", k), Global("v", v)
@@ -52,9 +54,8 @@ class Cta:
         view = self.sm.tmem.view
         self.tS, self.tP, self.tO = [view("S")], [view("P", q.dtype)], [view("O")]
 
-    def start(self, scale_log2: float):
-        """Put every role to work; scores are multiplied by `scale_log2`."""
-        self.scale_log2 = scale_log2
+    def start(self):
+        """Put every role to work."""
         self.sm.start("COMPUTE", lambda role: compute(role, self))
 
 
@@ -65,7 +66,7 @@ def load_tile(role: Role, source: Global, m_tile: int, target, full: str, tile: 
     """Announce the bytes of one tile at the barrier `full` and start its copy."""
     rows = target.shape[0]
     role.expect_tx(full, target.bytes)
-    role.arrive(full)
+    role.arrive(full)  # COMPUTE waits
     role.tma_load(source.tile(slice(m_tile * rows, (m_tile + 1) * rows)), target, full, tile=tile)
 
 
@@ -77,7 +78,7 @@ def mma_qk(role: Role, cta: Cta, tile: int, slot: int, n_block: int):
     sQ, sK, tS = cta.sQ[tile], cta.sKV[slot], cta.tS[tile]
     shape = (config.TILE_M, sK.shape[0], cta.head_dim)
     role.mma(tS, sQ, sK, False, shape, op=f"S{tile}", tile=n_block)
-    role.commit("s_full")
+    role.commit("s_full")  # everyone waits
 
 
 def mma_pv(role: Role, cta: Cta, tile: int, slot: int, accumulate: bool, n_block: int):
@@ -101,8 +102,7 @@ def update_max(role: Role, s: torch.Tensor, row_max: torch.Tensor, scale_log2: f
 def exponentials(role: Role, s, row_max, row_sum, acc_scale, scale_log2: float, tile: int):
     """(P, row_sum with this tile). A CHUNK at a time, so that roles can share the engines.
 
-    Per score 1 exp2, an FMA and an add, half a conversion of two; the exp2 of acc_scale, 1 a row,
-    is left out.
+    Per score 1 exp2, 1 FMA, 1 add and half a conversion, which takes two.
     """
     for part in s.split(config.CHUNK, dim=1):
         n = part.numel()
@@ -185,19 +185,19 @@ def compute(role: Role, cta: Cta):
     """COMPUTE: one query tile against all key tiles, then its output."""
     yield from role.alloc(config.TMEM_COLUMNS)
     role.fence_before()
-    yield from role.sync("start_end")
+    yield from role.sync("start_end")  # all wait for warp 0
     role.fence_after()
     row_max = torch.full((config.TILE_M,), -math.inf)
     row_sum = torch.zeros(config.TILE_M)
     load_tile(role, cta.q, 0, cta.sQ[0], "q_full")
-    yield from role.wait("q_full", 0)
+    yield from role.wait("q_full", 0)  # COMPUTE and TMA arrive
     for n_iter in range(cta.num_n_blocks):
         row_max, row_sum = yield from key_tile(role, cta, n_iter, row_max, row_sum)
     yield from stage_row(role, cta, 0, row_sum)
     yield from logsumexp(role, cta, 0, row_max, row_sum)
     role.fence_proxy()
     role.fence_before()
-    yield from role.sync("start_end")
+    yield from role.sync("start_end")  # all wait for all
     role.fence_after()
     role.dealloc()
     yield from store_tile(role, cta, 0)
@@ -208,9 +208,9 @@ def key_tile(role: Role, cta: Cta, n_iter: int, row_max: torch.Tensor, row_sum: 
     n_block, phase = cta.num_n_blocks - 1 - n_iter, n_iter % 2
     load_tile(role, cta.k, n_block, cta.sKV[0], "kv_full[0]", n_block)
     load_tile(role, cta.v, n_block, cta.sKV[1], "kv_full[1]", n_block)
-    yield from role.wait("kv_full[0]", phase, n_block)
+    yield from role.wait("kv_full[0]", phase, n_block)  # COMPUTE and TMA arrive: K
     mma_qk(role, cta, 0, 0, n_block)
-    yield from role.wait("s_full", phase, n_block)
+    yield from role.wait("s_full", phase, n_block)  # COMPUTE's commit arrives
     role.fence_after()
     s = yield from load_scores(role, cta.tS[0], n_block)
     row_max, acc_scale = yield from update_max(role, s, row_max, cta.scale_log2, n_block)
@@ -221,11 +221,11 @@ def key_tile(role: Role, cta: Cta, n_iter: int, row_max: torch.Tensor, row_sum: 
     )
     yield from store_probabilities(role, p, cta.tP[0], n_block)
     role.fence_before()
-    yield from role.sync("p_full", n_block)
+    yield from role.sync("p_full", n_block)  # all wait for all
     role.fence_after()
-    yield from role.wait("kv_full[1]", phase, n_block)
+    yield from role.wait("kv_full[1]", phase, n_block)  # COMPUTE and TMA arrive: V
     mma_pv(role, cta, 0, 1, n_iter != 0, n_block)
-    role.commit("o_full")
-    yield from role.wait("o_full", phase, n_block)
+    role.commit("o_full")  # everyone waits
+    yield from role.wait("o_full", phase, n_block)  # COMPUTE's commit arrives
     role.fence_after()
     return row_max, row_sum

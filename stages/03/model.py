@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage 03's schedule on the SM model: a coroutine for each warp role. Runs: host.
 
-Functions are named as in the kernel and wait, arrive, copy and multiply in its order. What is left
-out: the issue slots of copies and MMAs, and the numbers of statistics that never leave a thread.
+Functions are named as in the kernel; each role waits, arrives, copies and multiplies in the kernel's
+order. Left out: issue slots of copies, MMAs and barriers, and the factor's exp2 (1 a row).
 """
 
 import math
@@ -28,8 +28,9 @@ def run(q, k, v, softmax_scale: float, machine: Machine, max_ctas: int | None = 
 
     def cta(batch: int, head: int, m_block: int):
         rows = slice(m_block * tile_m, (m_block + 1) * tile_m)
-        work = Cta(machine, q[batch, rows, head], k[batch, :, head], v[batch, :, head])
-        work.start(softmax_scale / LN2)
+        tensors = q[batch, rows, head], k[batch, :, head], v[batch, :, head]
+        work = Cta(machine, *tensors, softmax_scale / LN2)
+        work.start()
         return work.sm, lambda: (work.out.tensor, work.lse)
 
     return grid_run(machine, q, k, tile_m, cta, max_ctas)
@@ -38,9 +39,10 @@ def run(q, k, v, softmax_scale: float, machine: Machine, max_ctas: int | None = 
 class Cta:
     """The tensors, memories and roles of one CTA; q (rows, d), k and v (sk, d)."""
 
-    def __init__(self, machine: Machine, q, k, v):
-        self.head_dim, tile_n = q.shape[1], config.TILE_N[q.shape[1]]
-        self.num_n_blocks, self.scale_log2 = len(k) // tile_n, math.nan
+    def __init__(self, machine: Machine, q, k, v, scale_log2: float):
+        self.head_dim, self.scale_log2 = q.shape[1], scale_log2
+        tile_n = config.TILE_N[self.head_dim]
+        self.num_n_blocks = len(k) // tile_n
         self.sm = Sm(machine, config.plan(self.head_dim))
         rows = config.Q_TILES * config.TILE_M
         beyond = rows - len(q)  # rows of the last CTA beyond the tensor: TMA fills in zeros
@@ -56,9 +58,8 @@ class Cta:
         self.tP = [view(f"P{tile}", q.dtype) for tile in range(config.Q_TILES)]
         self.tO = [view(f"O{tile}") for tile in range(config.Q_TILES)]
 
-    def start(self, scale_log2: float):
-        """Put every role to work; scores are multiplied by `scale_log2`."""
-        self.scale_log2 = scale_log2
+    def start(self):
+        """Put every role to work."""
         for name, coroutine in (
             ("SOFTMAX0", lambda role: softmax(role, self, 0)),
             ("SOFTMAX1", lambda role: softmax(role, self, 1)),
@@ -77,7 +78,7 @@ def load_tile(role: Role, source: Global, m_tile: int, target, full: str, tile: 
     """Announce the bytes of one tile at the barrier `full` and start its copy."""
     rows = target.shape[0]
     role.expect_tx(full, target.bytes)
-    role.arrive(full)
+    role.arrive(full)  # MMA waits
     role.tma_load(source.tile(slice(m_tile * rows, (m_tile + 1) * rows)), target, full, tile=tile)
 
 
@@ -89,7 +90,9 @@ def load(role: Role, cta: Cta):
     ring = PipelineState(config.KV_STAGES[cta.head_dim], parity=1)
     for n_block in reversed(range(cta.num_n_blocks)):
         for source in (cta.k, cta.v):
-            yield from role.wait(f"kv_empty[{ring.slot}]", ring.parity, n_block)
+            yield from role.wait(
+                f"kv_empty[{ring.slot}]", ring.parity, n_block
+            )  # MMA's commit arrives
             full = f"kv_full[{ring.slot}]"
             load_tile(role, source, n_block, cta.sKV[ring.slot], full, n_block)
             ring.advance()
@@ -103,7 +106,7 @@ def mma_qk(role: Role, cta: Cta, tile: int, slot: int, n_block: int):
     sQ, sK, tS = cta.sQ[tile], cta.sKV[slot], cta.tS[tile]
     shape = (config.TILE_M, sK.shape[0], cta.head_dim)
     role.mma(tS, sQ, sK, False, shape, op=f"S{tile}", tile=n_block)
-    role.commit(f"s_full{tile}")
+    role.commit(f"s_full{tile}")  # the tile's softmax waits
 
 
 def mma_pv(role: Role, cta: Cta, tile: int, slot: int, accumulate: bool, n_block: int):
@@ -115,7 +118,7 @@ def mma_pv(role: Role, cta: Cta, tile: int, slot: int, accumulate: bool, n_block
 
 def wait_for_p(role: Role, tile: int, phase: int, n_block: int):
     """Return when P of a query tile is there and its O is rescaled."""
-    yield from role.wait(f"p_full{tile}", phase, n_block)
+    yield from role.wait(f"p_full{tile}", phase, n_block)  # its softmax arrives
     role.fence_after()
 
 
@@ -123,21 +126,21 @@ def mma(role: Role, cta: Cta):
     """MMA: every S = Q K^T and O += P V, the two query tiles in turn; frees tensor memory."""
     yield from begin(role)
     ring, last = PipelineState(config.KV_STAGES[cta.head_dim]), cta.num_n_blocks - 1
-    yield from role.wait("kv_full[0]", 0, last)
+    yield from role.wait("kv_full[0]", 0, last)  # LOAD and TMA arrive: the first K
     for tile in range(config.Q_TILES):
-        yield from role.wait(f"q_full{tile}", 0)
+        yield from role.wait(f"q_full{tile}", 0)  # LOAD and TMA arrive
         mma_qk(role, cta, tile, 0, last)
-    role.commit("kv_empty[0]")
+    role.commit("kv_empty[0]")  # LOAD waits
     ring.advance()
     for n_iter in range(1, cta.num_n_blocks):
         yield from mma_both(role, cta, n_iter, ring)
-    yield from role.wait(f"kv_full[{ring.slot}]", ring.parity, 0)
+    yield from role.wait(f"kv_full[{ring.slot}]", ring.parity, 0)  # LOAD and TMA arrive: the last V
     for tile in range(config.Q_TILES):
         yield from wait_for_p(role, tile, last % 2, 0)
         mma_pv(role, cta, tile, ring.slot, last != 0, 0)
-        role.commit(f"o_full{tile}")
+        role.commit(f"o_full{tile}")  # the tile's softmax waits
     for tile in range(config.Q_TILES):
-        yield from role.wait(f"o_staged{tile}", 0)
+        yield from role.wait(f"o_staged{tile}", 0)  # the tile's softmax arrives
     role.fence_after()
     role.dealloc()
 
@@ -146,16 +149,18 @@ def mma_both(role: Role, cta: Cta, n_iter: int, ring: PipelineState):
     """O += P V of the key tile before, then S of this one, for both query tiles."""
     n_block, slot, parity = cta.num_n_blocks - 1 - n_iter, ring.slot, ring.parity
     ring.advance()
-    yield from role.wait(f"kv_full[{slot}]", parity, n_block + 1)
+    yield from role.wait(f"kv_full[{slot}]", parity, n_block + 1)  # LOAD and TMA arrive: V
     for tile in range(config.Q_TILES):
         yield from wait_for_p(role, tile, (n_iter - 1) % 2, n_block + 1)
         mma_pv(role, cta, tile, slot, n_iter != 1, n_block + 1)
         if tile == config.Q_TILES - 1:
-            role.commit(f"kv_empty[{slot}]")
+            role.commit(f"kv_empty[{slot}]")  # LOAD waits
         if tile == 0:
-            yield from role.wait(f"kv_full[{ring.slot}]", ring.parity, n_block)
+            yield from role.wait(
+                f"kv_full[{ring.slot}]", ring.parity, n_block
+            )  # LOAD, TMA arrive: K
         mma_qk(role, cta, tile, ring.slot, n_block)
-    role.commit(f"kv_empty[{ring.slot}]")
+    role.commit(f"kv_empty[{ring.slot}]")  # LOAD waits
     ring.advance()
 
 
@@ -173,8 +178,7 @@ def update_max(role: Role, s: torch.Tensor, row_max: torch.Tensor, scale_log2: f
 def exponentials(role: Role, s, row_max, row_sum, acc_scale, scale_log2: float, tile: int):
     """(P, row_sum with this tile). A CHUNK at a time, so that roles can share the engines.
 
-    Per score 1 exp2, an FMA and an add, half a conversion of two; the exp2 of acc_scale, 1 a row,
-    is left out.
+    Per score 1 exp2, 1 FMA, 1 add and half a conversion, which takes two.
     """
     for part in s.split(config.CHUNK, dim=1):
         n = part.numel()
@@ -204,8 +208,8 @@ def softmax(role: Role, cta: Cta, tile: int):
     row_sum = torch.zeros(config.TILE_M)
     for n_iter in range(cta.num_n_blocks):
         n_block = cta.num_n_blocks - 1 - n_iter
-        yield from role.wait(f"s_full{tile}", n_iter % 2, n_block)
-        role.fence_after()
+        yield from role.wait(f"s_full{tile}", n_iter % 2, n_block)  # MMA's commit arrives
+        role.fence_after()  # S is full, so the PV before it is done
         s = yield from load_scores(role, cta.tS[tile], n_block)
         row_max, acc_scale = yield from update_max(role, s, row_max, cta.scale_log2, n_block)
         if n_iter > 0:
@@ -215,14 +219,14 @@ def softmax(role: Role, cta: Cta, tile: int):
         )
         yield from store_probabilities(role, p, cta.tP[tile], n_block)
         role.fence_before()
-        role.arrive(f"p_full{tile}")
-    yield from role.wait(f"o_full{tile}", 0)
+        role.arrive(f"p_full{tile}")  # MMA waits
+    yield from role.wait(f"o_full{tile}", 0)  # MMA's last commit arrives
     role.fence_after()
     yield from stage_row(role, cta, tile, row_sum)
     yield from logsumexp(role, cta, tile, row_max, row_sum)
     role.fence_proxy()
     role.fence_before()
-    role.arrive(f"o_staged{tile}")
+    role.arrive(f"o_staged{tile}")  # EPILOGUE and MMA wait
 
 
 def slots(per_element: float, values: torch.Tensor) -> float:
@@ -275,7 +279,7 @@ def epilogue(role: Role, cta: Cta):
     """EPILOGUE: store both output tiles as they become ready."""
     yield from begin(role)
     for tile in range(config.Q_TILES):
-        yield from role.wait(f"o_staged{tile}", 0)
+        yield from role.wait(f"o_staged{tile}", 0)  # the tile's softmax arrives
         yield from store_tile(role, cta, tile)
 
 
@@ -294,6 +298,6 @@ def begin(role: Role):
     if role.name == "MMA":
         yield from role.alloc(config.TMEM_COLUMNS)
     role.fence_before()
-    yield from role.sync("start")
+    yield from role.sync("start")  # all wait for MMA
     role.fence_after()
     yield from role.setmaxnreg(role.budget)
