@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage 02's schedule on the SM model: the kernel's steps, one after the other. Runs: host.
 
-Functions are named as in the kernel; each role waits, arrives, copies and multiplies in the kernel's
-order. Left out: issue slots of copies, MMAs and barriers, and the factor's exp2 (1 a row).
+Functions are named as in the kernel; each role waits, arrives, copies and multiplies in its order.
+Left out: issue slots of copies, MMAs and barriers, and the factor's exp2 (1 a row).
 """
 
 import math

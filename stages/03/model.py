@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage 03's schedule on the SM model: a coroutine for each warp role. Runs: host.
 
-Functions are named as in the kernel; each role waits, arrives, copies and multiplies in the kernel's
-order. Left out: issue slots of copies, MMAs and barriers, and the factor's exp2 (1 a row).
+Functions are named as in the kernel; each role waits, arrives, copies and multiplies in its order.
+Left out: issue slots of copies, MMAs and barriers, and the factor's exp2 (1 a row).
 """
 
 import math
@@ -90,9 +90,7 @@ def load(role: Role, cta: Cta):
     ring = PipelineState(config.KV_STAGES[cta.head_dim], parity=1)
     for n_block in reversed(range(cta.num_n_blocks)):
         for source in (cta.k, cta.v):
-            yield from role.wait(
-                f"kv_empty[{ring.slot}]", ring.parity, n_block
-            )  # MMA's commit arrives
+            yield from role.wait(f"kv_empty[{ring.slot}]", ring.parity, n_block)  # MMA arrives
             full = f"kv_full[{ring.slot}]"
             load_tile(role, source, n_block, cta.sKV[ring.slot], full, n_block)
             ring.advance()
@@ -156,9 +154,7 @@ def mma_both(role: Role, cta: Cta, n_iter: int, ring: PipelineState):
         if tile == config.Q_TILES - 1:
             role.commit(f"kv_empty[{slot}]")  # LOAD waits
         if tile == 0:
-            yield from role.wait(
-                f"kv_full[{ring.slot}]", ring.parity, n_block
-            )  # LOAD, TMA arrive: K
+            yield from role.wait(f"kv_full[{ring.slot}]", ring.parity, n_block)  # LOAD: K
         mma_qk(role, cta, tile, ring.slot, n_block)
     role.commit(f"kv_empty[{ring.slot}]")  # LOAD waits
     ring.advance()
