@@ -76,6 +76,9 @@ def test_the_tensor_core_does_its_work_and_no_more():
     # arrives (32 KiB: 256 cycles of the port; two Q, 16 of K and V) may hold it up
     ideal, fills = 8 * 2 * 2 * 512, (2 + 16) * 256
     assert ideal <= busy <= ideal + fills and busy < cycles
+    touched = {row[2:4] for row in program.sm.tmem.log}  # (way, region), by MMAs and by threads
+    both_ways = {(way, f"{r}{s}") for way in ("read", "write") for r in "SPO" for s in "01"}
+    assert touched == both_ways
     exp = sum((s.end - s.start) * s.share for s in program.sm.trace if s.engine == "mufu")
     assert exp == pytest.approx(8 * 2 * 1024)
 
@@ -123,9 +126,7 @@ def test_a_role_that_arrives_twice_is_named():
             if s == 0:
                 role.arrive("p_ready0")
 
-    found = (
-        r"SOFTMAX0 arrives again in phase \d of p_ready0: 256 .* to come: CORRECTION 128"
-    )
+    found = r"SOFTMAX0 arrives again in phase \d of p_ready0: 256 .* to come: CORRECTION 128"
     with pytest.raises(BarrierFault, match=found):
         _findings(Twice)
 

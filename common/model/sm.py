@@ -2,8 +2,9 @@
 """One SM with one CTA on it, or the two SMs of a CTA pair: roles, engines, memories, findings.
 
 A stage's `model.py` describes its schedule with the verbs of `Role`; it computes real numbers and
-derives cycles. Left out: instruction latencies (but those of the asynchronous units), bank
-conflicts, and how warps of one sub-partition interleave within one `execute`.
+derives cycles. A role acts as one thread: what its own warps must order among themselves is not
+seen. Left out: latencies of arithmetic instructions, bank conflicts, how warps of one sub-partition
+interleave within one `execute`, and what issuing asynchronous operations costs their issuer.
 """
 
 from __future__ import annotations
