@@ -46,11 +46,13 @@ class Arrival:
 
     `unit`: "thread" (every thread of the role), "warp" (one elected lane of each warp), "one" (a
     single elected thread), "commit" (tcgen05.commit, one arrival), "tma" (one arrival that expects
-    bytes; the copy engine then delivers them).
+    bytes; the copy engine then delivers them). `ctas`: 2 when the role of both CTAs of a pair
+    arrives on the leader's barrier.
     """
 
     role: str
     unit: str = "thread"
+    ctas: int = 1
 
     def count(self, plan: Plan) -> int:
         """Arrivals per phase, derived from the role."""
@@ -58,12 +60,12 @@ class Arrival:
         counts = {"thread": role.threads, "warp": len(role.warps), "one": 1, "commit": 1, "tma": 1}
         if self.unit not in counts:
             raise PlanError(f"arrival unit {self.unit!r} is unknown; allowed: {sorted(counts)}")
-        return counts[self.unit]
+        return counts[self.unit] * self.ctas
 
 
 @dataclass(frozen=True)
 class Barrier:
-    """One row of the barrier table. `kind`: "mbarrier" or "named"; `number` for named ones."""
+    """One row of the barrier table. `kind`: "mbarrier", "named" (with a `number`) or "cluster"."""
 
     name: str
     producers: tuple[Arrival, ...]
@@ -76,7 +78,7 @@ class Barrier:
     first_wait_passes: bool = False  # a fresh mbarrier lets a wait for parity 1 through
 
     def arrivals(self, plan: Plan) -> int:
-        """Arrival count that initialises the barrier (named: arriving plus waiting threads)."""
+        """Arrivals that initialise it (other kinds: arriving plus waiting threads of a CTA)."""
         if self.kind == "mbarrier":
             return sum(arrival.count(plan) for arrival in self.producers)
         roles = {arrival.role for arrival in (*self.producers, *self.consumers)}
@@ -322,10 +324,10 @@ def _check_barriers(plan: Plan) -> None:
             raise PlanError(f"barrier {barrier.name}: {barrier.stages} stages")
         if barrier.kind == "named":
             _check_named(barrier, numbers)
-        elif barrier.kind != "mbarrier":
-            raise PlanError(f"barrier {barrier.name}: kind {barrier.kind!r} is unknown")
-        else:
+        elif barrier.kind == "mbarrier":
             _check_bytes(barrier)
+        elif barrier.kind != "cluster":
+            raise PlanError(f"barrier {barrier.name}: kind {barrier.kind!r} is unknown")
 
 
 def _check_bytes(barrier: Barrier) -> None:

@@ -9,10 +9,10 @@ import torch
 from flash_ladder.common import inputs, reference
 from flash_ladder.common.model import (
     B200,
+    ENGINES,
     H200,
     MACHINES,
     BarrierFault,
-    Buffer,
     Deadlock,
     Figure,
     Machine,
@@ -22,13 +22,17 @@ from flash_ladder.common.model import (
     Sm,
     Span,
     grid_run,
+    observe,
 )
-from flash_ladder.common.plan import Arrival, Barrier, Plan, Role
+from flash_ladder.common.ordering import Ordering
+from flash_ladder.common.plan import Arrival, Barrier, Plan, Role, SmemBuffer
 
 RATES = {"fma": 100, "alu": 50, "mufu": 10, "smem": 100, "gmem": 20, "barrier_latency": 7}
+RATES |= {"mbarrier_latency": 5, "tma_in_flight": 4096}
 TOY = Machine("toy", {name: Figure(rate, "", "made up", "low") for name, rate in RATES.items()})
 PLAN = Plan(
     roles=(Role("LOAD", range(0, 1)), Role("MMA", range(1, 4))),
+    smem=(SmemBuffer("sK", 64),),
     barriers=(
         Barrier(
             "full",
@@ -135,8 +139,21 @@ def test_a_waiter_goes_on_when_its_phase_ends():
         yield from role.wait("full", 0, tile=5)
 
     sm = _sm(load, mma)
-    assert sm.run() == 40
-    assert sm.trace[-1] == Span("MMA", "barrier", "full", 5, 0, 40)
+    assert sm.run() == 45  # 5 cycles until the waiter notices
+    assert sm.trace[-1] == Span("MMA", "barrier", "full", 5, 0, 45)
+
+
+def test_a_waiter_that_comes_later_does_not_pay_for_the_signal():
+    def load(role):
+        role.arrive("full")
+        yield from role.latency("done", 0)
+
+    def mma(role):
+        yield from role.latency("dawdle", 8)
+        yield from role.wait("full", 0)
+
+    sm = _sm(load, mma)
+    assert sm.run() == 8
 
 
 def test_a_waiter_with_the_wrong_parity_stays():
@@ -151,9 +168,12 @@ def test_a_waiter_with_the_wrong_parity_stays():
     sm = _sm(load, mma)
     with pytest.raises(Deadlock) as stuck:
         sm.run()
-    assert str(stuck.value).startswith(
-        "at cycle 40: MMA waits for full (parity 1, now in phase 1). Barriers: full: phase 1, "
+    found = str(stuck.value)
+    assert found.startswith(
+        "at cycle 40: MMA waits for full (parity 1, now in phase 1: LOAD 1 to come) "
+        "at tests/test_model.py:"
     )
+    assert "mid-phase" not in found
 
 
 # ---- named barriers ------------------------------------------------------------------------
@@ -193,8 +213,8 @@ def test_a_role_alone_at_a_named_barrier_is_a_deadlock():
 
 
 def test_a_deadlock_names_every_role_that_waits():
-    sm = _sm(lambda role: role.wait("full", 0), lambda role: role.sync("everyone"))
-    with pytest.raises(Deadlock, match=r"LOAD waits for full .*; MMA waits for everyone"):
+    sm = _sm(lambda role: role.sync("everyone"), lambda role: role.wait("full", 0))
+    with pytest.raises(Deadlock, match=r"LOAD waits for everyone .*; MMA waits for full"):
         sm.run()
 
 
@@ -202,33 +222,49 @@ def test_a_deadlock_names_every_role_that_waits():
 
 
 def test_engines_work_side_by_side_and_the_slowest_counts():
-    sm = _sm(lambda role: role.execute("step", 3, fma=1000, mufu=50, smem=2000))
-    assert sm.run() == 20
+    sm = _sm(lambda role: role.execute("step", 3, fma=250, mufu=50, smem=3000))
+    assert sm.run() == 30
     assert sorted(sm.trace, key=lambda span: span.engine) == [
-        Span("LOAD", "fma", "step", 3, 0, 10),
-        Span("LOAD", "mufu", "step", 3, 0, 5),
-        Span("LOAD", "smem", "step", 3, 0, 20),
+        Span("LOAD", "fma", "step", 3, 0, 10, (0,)),  # LOAD is warp 0: a fourth of the rate
+        Span("LOAD", "mufu", "step", 3, 0, 20, (0,)),
+        Span("LOAD", "smem", "step", 3, 0, 30),
     ]
+
+
+def test_warps_work_in_sub_partitions_of_their_own():
+    # MMA is warps 1, 2 and 3: 300 lane results of FMA are 100 in each, at 25 a cycle
+    sm = _sm(lambda role: role.execute("a", fma=100), lambda role: role.execute("b", fma=300))
+    assert sm.run() == 4
+    assert sm.trace == [
+        Span("LOAD", "fma", "a", -1, 0, 4, (0,)),
+        Span("MMA", "fma", "b", -1, 0, 4, (1, 2, 3)),
+    ]
+    assert [span.share for span in sm.trace] == [1 / 4, 3 / 4]
+
+
+def test_an_engine_that_does_not_exist_is_named():
+    with pytest.raises(KeyError, match="no engine 'fmas'"):
+        _sm(lambda role: role.execute("a", fmas=100)).run()
 
 
 def test_an_engine_serves_in_the_order_asked():
     def load(role):
-        yield from role.execute("first", fma=1000)  # 0 ... 10
-        yield from role.execute("third", fma=500)  # asks at 10, waits until 30
+        yield from role.execute("first", smem=1000)  # 0 ... 10
+        yield from role.execute("third", smem=500)  # asks at 10, waits until 30
 
     def mma(role):
         yield from role.latency("dawdle", 4)
-        yield from role.execute("second", fma=2000)  # asks at 4, has it 10 ... 30
+        yield from role.execute("second", smem=2000)  # asks at 4, has it 10 ... 30
 
     sm = _sm(load, mma)
     assert sm.run() == 35
-    turns = [(s.op, s.start, s.end) for s in sm.trace if s.engine == "fma"]
+    turns = [(s.op, s.start, s.end) for s in sm.trace if s.engine == "smem"]
     assert turns == [("first", 0, 10), ("second", 10, 30), ("third", 30, 35)]
 
 
 def test_roles_on_different_engines_do_not_hinder_each_other():
     sm = _sm(
-        lambda role: role.execute("exp", mufu=100), lambda role: role.execute("scale", fma=1000)
+        lambda role: role.execute("exp", mufu=25), lambda role: role.execute("scale", smem=1000)
     )
     assert sm.run() == 10
     assert {span.start for span in sm.trace} == {0}
@@ -252,29 +288,34 @@ def test_machines_have_every_figure_with_its_source(machine):
 
 
 def test_a_buffer_is_nan_until_written():
-    buffer = Buffer("sK", (2, 3))
-    assert buffer.array.isnan().all() and buffer.array.shape == (2, 3)
     found = []
 
     def load(role):
-        value = torch.ones(2, 3)
-        role.write(buffer, value)
+        slot = role.sm.buffer("sK", (2, 8), torch.float32)[0]
+        found.append(role.read(slot))
+        value = torch.ones(2, 8)
+        role.write(slot, value)
         value += 1  # the buffer keeps what was written
-        found.append(role.read(buffer))
-        role.write(buffer, value)
+        found.append(role.read(slot))
+        role.write(slot, value)
         yield from role.latency("done", 1)
+        found.append(role.read(slot))
 
-    _sm(load).run()
-    assert (found[0] == 1).all()  # a read is not changed by a later write
-    assert (buffer.array == 2).all()
+    sm = _sm(load)
+    sm.run()
+    assert found[0].isnan().all() and found[0].shape == (2, 8)
+    assert (found[1] == 1).all()  # a read is not changed by a later write
+    assert (found[2] == 2).all()
+    assert len(sm.reports) == 1
+    assert sm.reports[0].startswith("LOAD: read reads sK, part of which was never written (tests/")
 
 
 def test_a_write_of_another_shape_is_an_error():
     def load(role):
-        role.write(Buffer("sK", (2, 3)), torch.ones(3, 2))
+        role.write(role.sm.buffer("sK", (2, 8), torch.float32)[0], torch.ones(8, 2))
         yield from role.latency("never", 1)
 
-    with pytest.raises(ValueError, match=r"LOAD writes \(3, 2\) to sK"):
+    with pytest.raises(ValueError, match=r"LOAD writes \(8, 2\) to sK, which is \(2, 8\)"):
         _sm(load).run()
 
 
@@ -330,8 +371,9 @@ def test_time_counts_waves_of_one_cta_per_sm():
 def test_busy_and_spent_on_account_for_every_cycle():
     def load(role):
         yield from role.latency("fetch", 30)  # 0 ... 30
-        yield from role.execute("product", fma=2000, smem=1000)  # 30 ... 50, smem until 40
-        yield from role.execute("exp", mufu=100)  # 50 ... 60
+        # 30 ... 50 by the one warp of LOAD at a fourth of the rate, smem until 40
+        yield from role.execute("product", fma=500, smem=1000)
+        yield from role.execute("exp", mufu=25)  # 50 ... 60
 
     sm = _sm(load)
     cycles = sm.run()
@@ -339,9 +381,8 @@ def test_busy_and_spent_on_account_for_every_cycle():
     run = Run(TOY, None, None, (cycles,), tuple(sm.trace), 1, 0.0)
     assert run.spent_on() == {"fetch": 30, "product": 20, "exp": 10}
     assert sum(run.spent_on().values()) == cycles
-    assert run.busy() == pytest.approx(
-        {"fma": 20 / 60, "alu": 0, "mufu": 10 / 60, "smem": 10 / 60, "gmem": 0}
-    )
+    busy = {"fma": 20 / 60 / 4, "mufu": 10 / 60 / 4, "smem": 10 / 60}  # a fourth of the pipes
+    assert run.busy() == pytest.approx({name: 0 for name in ENGINES} | busy)
 
 
 # ---- stage 01 ------------------------------------------------------------------------------
@@ -397,6 +438,15 @@ def test_stage_01_stops_after_max_ctas(stage):
     assert torch.allclose(run.out[0, :128].double(), truth.out[0, :128], atol=2e-3)
 
 
+def test_stage_01_leaves_nothing_behind_and_has_no_races(stage):
+    given = inputs.make(
+        "gaussian", batch=1, seqlen_q=128, seqlen_k=256, heads=1, head_dim=128, dtype=torch.float16
+    )
+    with observe(Ordering):
+        run = stage.simulate(given.q, given.k, given.v)
+    assert run.findings == () and run.tmem_log == ()
+
+
 def test_a_tile_read_before_it_is_loaded_gives_nan(stage, monkeypatch):
     right = stage.model.load_tile
 
@@ -412,3 +462,4 @@ def test_a_tile_read_before_it_is_loaded_gives_nan(stage, monkeypatch):
     )
     run = stage.simulate(given.q, given.k, given.v)
     assert run.out.isnan().all() and math.isfinite(run.lse.sum())
+    assert any("read reads sV, part of which was never written" in text for text in run.findings)

@@ -5,26 +5,42 @@ It executes this project's own description of a schedule (`stages/NN/model.py`),
 code. Cycles are derived from the figures in `machine.py`; nothing here is a measurement.
 """
 
-from .barrier import BarrierFault, MBarrier, NamedBarrier
-from .machine import B200, H200, MACHINES, Figure, Machine
+from .barrier import BarrierFault, MBarrier, ModelFault, NamedBarrier, PipelineState
+from .engines import ENGINES, PARTS, Span
+from .machine import B200, B300, H200, MACHINES, Figure, Machine
+from .memory import Buffer, Global, Slot, Tile
+from .role import Role
 from .run import Run, grid_run
-from .sm import ENGINES, Buffer, Deadlock, Role, Sm, Span
+from .sm import Deadlock, NoOrdering, Pair, Sm, observe
+from .tmem import Tmem, TmemView
 
 __all__ = [
     "B200",
+    "B300",
     "ENGINES",
     "H200",
     "MACHINES",
+    "PARTS",
     "BarrierFault",
     "Buffer",
     "Deadlock",
     "Figure",
+    "Global",
     "MBarrier",
     "Machine",
+    "ModelFault",
     "NamedBarrier",
+    "NoOrdering",
+    "Pair",
+    "PipelineState",
     "Role",
     "Run",
+    "Slot",
     "Sm",
     "Span",
+    "Tile",
+    "Tmem",
+    "TmemView",
     "grid_run",
+    "observe",
 ]

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from .engines import ENGINES, Span
 from .machine import Machine
-from .sm import ENGINES, Sm, Span
+from .sm import Pair, Sm
+
+Result = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,9 @@ class Run:
     """The result of a model run; times are derived from `machine`, never measured.
 
     out (b, sq, h, d) in the inputs' dtype and lse (b, h, sq) float32, NaN where no CTA ran;
-    cycles of each CTA that ran; the trace of the first; ctas in the whole grid.
+    cycles of each CTA that ran; the trace of the first; ctas in the whole grid; findings of each
+    CTA that ran: reads of unwritten memory, leaks, and races if an ordering checker observed it;
+    tmem_log: what touched the first CTA's tensor memory, as `Tmem.log`.
     """
 
     machine: Machine
@@ -28,6 +33,8 @@ class Run:
     trace: tuple[Span, ...]
     ctas: int
     flop: float
+    findings: tuple[str, ...] = ()
+    tmem_log: tuple[tuple[float, float, str, str, int, int], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -45,7 +52,7 @@ class Run:
         spent = {name: 0.0 for name in ENGINES}
         for span in self.trace:
             if span.engine in spent:
-                spent[span.engine] += span.end - span.start
+                spent[span.engine] += (span.end - span.start) * span.share
         return {name: cycles / self.cta_cycles[0] for name, cycles in spent.items()}
 
     def spent_on(self) -> dict[str, float]:
@@ -64,13 +71,13 @@ def grid_run(
     q: torch.Tensor,
     k: torch.Tensor,
     tile_m: int,
-    cta: Callable[[int, int, int], tuple[Sm, Callable[[], tuple[torch.Tensor, torch.Tensor]]]],
+    cta: Callable[[int, int, int], tuple[Sm | Pair, Result]],
     max_ctas: int | None = None,
 ) -> Run:
     """Run the CTAs of a forward grid: query tiles fastest, then heads, then batch.
 
-    `cta(batch, head, m_block)` gives an `Sm` ready to run and a function that returns its
-    out (tile_m, d) and lse (tile_m,) afterwards.
+    `cta(batch, head, m_block)` gives an `Sm` (or `Pair`) ready to run and a function that returns
+    its out (tile_m, d) and lse (tile_m,) afterwards.
     """
     if max_ctas is not None and max_ctas < 1:
         raise ValueError(f"max_ctas must be at least 1; got {max_ctas}")
@@ -79,14 +86,18 @@ def grid_run(
     ctas = blocks * heads * batch
     out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
     lse = torch.full((batch, heads, seqlen_q), float("nan"))
-    cycles, trace = [], ()
+    cycles, findings, trace, tmem_log = [], [], (), ()
     for block in range(ctas if max_ctas is None else min(ctas, max_ctas)):
         m_block, head, b = block % blocks, block // blocks % heads, block // blocks // heads
         sm, result = cta(b, head, m_block)
         cycles.append(sm.run())
-        trace = trace or tuple(sm.trace)
+        if block == 0:
+            leader = sm.sms[0] if isinstance(sm, Pair) else sm
+            trace, tmem_log = tuple(sm.trace), tuple(leader.tmem.log)
+        findings += [f"CTA {block}: {finding}" for finding in sm.findings()]
         rows = slice(m_block * tile_m, (m_block + 1) * tile_m)
         tile_out, tile_lse = result()
         out[b, rows, head], lse[b, head, rows] = tile_out.to(q.dtype), tile_lse
     flop = 4.0 * batch * heads * seqlen_q * k.shape[1] * head_dim
-    return Run(machine, out, lse, tuple(cycles), trace, ctas, flop)
+    found = tuple(findings)
+    return Run(machine, out, lse, tuple(cycles), trace, ctas, flop, found, tmem_log)

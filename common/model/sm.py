@@ -1,145 +1,240 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One SM with one CTA on it: roles as coroutines, engines with rates, memories, a trace.
+"""One SM with one CTA on it, or the two SMs of a CTA pair: roles, engines, memories, findings.
 
-A stage's `model.py` describes its schedule with this API; it computes real numbers and derives
-cycles. Engines are queues: what an engine is asked for is served in order at its rate. Not in
-this first model: instruction latencies, bank conflicts, a split in sub-partitions.
+A stage's `model.py` describes its schedule with the verbs of `Role`; it computes real numbers and
+derives cycles. A role acts as one thread: what its own warps must order among themselves is not
+seen. Left out: latencies of arithmetic instructions, bank conflicts, how warps of one sub-partition
+interleave within one `execute`, and what issuing asynchronous operations costs their issuer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import simpy
 import torch
 
 from ..plan import Barrier, Plan
 from .barrier import MBarrier, NamedBarrier
+from .copies import CopyEngine
+from .engines import Engines, Span
 from .machine import Machine
+from .memory import Buffer, Smem
+from .role import Role
+from .tensor import TensorCore
+from .tmem import Tmem
 
-ENGINES = ("fma", "alu", "mufu", "smem", "gmem")
+Skip = Callable[[str, str, str, str], bool]
+_OBSERVED: ContextVar[tuple] = ContextVar("observed", default=(None, None))
 
 
 class Deadlock(RuntimeError):
     """Nothing can happen any more; the message lists who waits for what."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """`role` did `op` on `engine` from `start` to `end` (cycles); `tile` is the key tile or -1."""
+class NoOrdering:
+    """Stands in for `common.ordering.Ordering` where no accesses are checked."""
 
-    role: str
-    engine: str
-    op: str
-    tile: int
-    start: float
-    end: float
+    def __getattr__(self, verb: str):
+        return lambda *args, **kwargs: None
 
-
-class Buffer:
-    """An array in shared memory or registers; NaN until written. Read and write through a role."""
-
-    def __init__(self, name: str, shape: tuple[int, ...]):
-        self.name = name
-        self.array = torch.full(shape, float("nan"))
+    def races(self) -> list:
+        """None are looked for."""
+        return []
 
 
-class Role:
-    """A warp role at work: the verbs that a stage's coroutine is written with."""
+@contextmanager
+def observe(ordering: Callable[[], object] | None = None, skip: Skip | None = None) -> Iterator:
+    """Within it every new Sm or Pair gets its own `ordering()` and leaves out what `skip` says.
 
-    def __init__(self, sm: Sm, name: str):
-        self.sm, self.name = sm, name
-        self.threads = sm.plan.role(name).threads
-        self.waits_for = ""
+    `skip(agent, verb, barrier, line)` is asked at each call of a verb that only orders: wait, sync,
+    arrive, commit, bulk_wait, wait_ld, wait_st, fence_before, fence_after, fence_proxy.
+    """
+    token = _OBSERVED.set((ordering, skip))
+    try:
+        yield
+    finally:
+        _OBSERVED.reset(token)
 
-    def execute(self, op: str, tile: int = -1, **amounts: float) -> Generator:
-        """Use engines side by side; done when the slowest is.
 
-        Amounts are what the whole role asks of each engine: lane results for fma, alu and mufu,
-        bytes for smem and gmem.
-        """
-        yield self.sm.env.all_of(
-            [
-                self.sm.env.process(self.sm.serve(self.name, engine, op, tile, amount))
-                for engine, amount in amounts.items()
-            ]
-        )
+class RegisterPool:
+    """Registers a lane of the CTA's warps together; setmaxnreg takes from it and gives back."""
 
-    def latency(self, op: str, cycles: float, tile: int = -1) -> Generator:
-        """Wait `cycles` for something that keeps no engine busy."""
-        start = self.sm.env.now
-        yield self.sm.env.timeout(cycles)
-        self.sm.trace.append(Span(self.name, "latency", op, tile, start, self.sm.env.now))
+    def __init__(self, env: simpy.Environment):
+        self.env, self.free = env, 0
+        self._more = env.event()
 
-    def write(self, buffer: Buffer, value: torch.Tensor) -> None:
-        """Replace the contents of `buffer`; shapes must agree."""
-        if buffer.array.shape != value.shape:
-            raise ValueError(f"{self.name} writes {tuple(value.shape)} to {buffer.name}")
-        buffer.array = value.clone()
-
-    def read(self, buffer: Buffer) -> torch.Tensor:
-        """The contents of `buffer` as they are now."""
-        return buffer.array
-
-    def sync(self, name: str, tile: int = -1) -> Generator:
-        """bar.sync: come to the named barrier and wait for everyone it counts."""
-        barrier = self.sm.barriers[name]
-        start = self.sm.env.now
-        self.waits_for = f"{name} (phase {barrier.phase})"
-        yield barrier.arrive(self.threads)
-        self.waits_for = ""
-        yield self.sm.env.timeout(self.sm.machine["barrier_latency"])
-        self.sm.trace.append(Span(self.name, "barrier", name, tile, start, self.sm.env.now))
-
-    def wait(self, name: str, parity: int, tile: int = -1) -> Generator:
-        """Wait at an mbarrier until the phase with `parity` has completed."""
-        barrier = self.sm.barriers[name]
-        start = self.sm.env.now
-        self.waits_for = f"{name} (parity {parity}, now in phase {barrier.phase})"
-        yield from barrier.wait(parity)
-        self.waits_for = ""
-        self.sm.trace.append(Span(self.name, "barrier", name, tile, start, self.sm.env.now))
-
-    def arrive(self, name: str, count: int = 1) -> None:
-        """`count` arrivals of this role on an mbarrier."""
-        self.sm.barriers[name].arrive(count)
+    def take(self, amount: int) -> Generator:
+        """Wait for `amount` registers and take them; a negative amount gives back at once."""
+        while amount > self.free:
+            yield self._more
+        self.free -= amount
+        if amount < 0:
+            done, self._more = self._more, self.env.event()
+            done.succeed()
 
 
 class Sm:
-    """One SM running one CTA of `plan` on `machine`."""
+    """One SM running one CTA of `plan` on `machine`.
 
-    def __init__(self, machine: Machine, plan: Plan):
-        self.machine, self.plan = machine, plan.check()
-        self.env = simpy.Environment()
-        self.trace: list[Span] = []
-        self.barriers = {row.name: self._barrier(row) for row in plan.barriers}
-        self._engines = {name: simpy.Resource(self.env) for name in ENGINES}
-        self._roles: list[tuple[Role, simpy.Process]] = []
+    `ordering`: a `common.ordering.Ordering` that hears of every access, barrier and fence.
+    `pair`, `rank`: set by `Pair`. `reports`: what went wrong without stopping the run.
+    """
 
-    def _barrier(self, row: Barrier) -> MBarrier | NamedBarrier:
-        kind = NamedBarrier if row.kind == "named" else MBarrier
-        return kind(self.env, row.name, row.arrivals(self.plan))
+    def __init__(
+        self, machine: Machine, plan: Plan, ordering=None, pair: Pair | None = None, rank: int = 0
+    ):
+        self.machine, self.plan, self.pair, self.rank = machine, plan.check(), pair, rank
+        if plan.tmem and "tmem" not in machine.figures:
+            raise ValueError(f"the plan uses tensor memory, which {machine.name} does not have")
+        make, self._skip = _OBSERVED.get()
+        self.ordering = ordering or (pair.ordering if pair else make() if make else NoOrdering())
+        self.env = pair.env if pair else simpy.Environment()
+        self.suffix = f"@{rank}" if pair else ""
+        self.engines = Engines(self.env, machine, rank)
+        self.trace: list[Span] = self.engines.trace
+        self.barriers = dict(self._barriers())
+        self.smem = Smem(plan, f"smem{self.suffix}")
+        self.tmem = Tmem(self.env, plan, f"tmem{self.suffix}")
+        self.tensor, self.copies = TensorCore(self), CopyEngine(self)
+        self.pool = RegisterPool(self.env)
+        self.reports: list[str] = []
+        self.roles: list[tuple[Role, simpy.Process]] = []
+
+    def _barriers(self) -> Iterator[tuple[str, MBarrier | NamedBarrier]]:
+        for row in self.plan.barriers:
+            for stage in range(row.stages):
+                name = f"{row.name}[{stage}]" if row.stages > 1 else row.name
+                yield name, self._barrier(row, name)
+
+    def _barrier(self, row: Barrier, name: str) -> MBarrier | NamedBarrier:
+        count, done = row.arrivals(self.plan), self.ordering.complete
+        if row.kind == "cluster":
+            if self.pair is None:
+                raise ValueError(f"{name} is a barrier of a cluster; run the plan in a Pair")
+            return self.pair.cluster_barrier(name, 2 * count)
+        if row.kind == "named":
+            return NamedBarrier(self.env, name + self.suffix, count, done)
+        shares: dict[str, tuple[int, int]] = {}
+        for arrival in row.producers:
+            own = arrival.count(self.plan) // arrival.ctas + shares.get(arrival.role, (0, 1))[0]
+            shares[arrival.role] = (own, arrival.ctas)
+        latency = self.machine["mbarrier_latency"]
+        return MBarrier(self.env, name + self.suffix, count, latency, shares, done)
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+        """The plan's shared-memory buffer `name`; `buffer[slot]` has `shape` (rows, columns)."""
+        return self.smem.buffer(name, shape, dtype)
 
     def start(self, role: str, coroutine: Callable[[Role], Generator]) -> None:
         """Let the warps of `role` run `coroutine(role)`."""
         at_work = Role(self, role)
-        self._roles.append((at_work, self.env.process(coroutine(at_work))))
+        self.ordering.thread(at_work.agent)
+        self.roles.append((at_work, self.env.process(coroutine(at_work))))
 
-    def serve(self, role: str, engine: str, op: str, tile: int, amount: float) -> Generator:
-        """Queue for an engine and keep it for amount / rate cycles."""
-        with self._engines[engine].request() as turn:
-            yield turn
-            start = self.env.now
-            yield self.env.timeout(amount / self.machine[engine])
-            self.trace.append(Span(role, engine, op, tile, start, self.env.now))
+    @property
+    def peer(self) -> Sm:
+        """The SM of the other CTA of the pair."""
+        return self.at_rank(1 - self.rank)
+
+    def at_rank(self, rank: int) -> Sm:
+        """The SM of a CTA of the pair."""
+        if self.pair is None:
+            raise ValueError("this CTA runs alone; a peer exists only in a Pair")
+        return self.pair.sms[rank]
+
+    def skips(self, agent: str, verb: str, barrier: str, line: str) -> bool:
+        """Whether this call of a verb is to be left out."""
+        return self._skip is not None and self._skip(agent, verb, barrier, line)
+
+    def report_unwritten(self, agent: str, op: str, place: str, line: str) -> None:
+        """Note, once for each line, a read of something that was never written."""
+        text = f"{agent}: {op} reads {place}, part of which was never written ({line})"
+        if text not in self.reports:
+            self.reports.append(text)
+
+    def leaks(self) -> list[str]:
+        """What a finished CTA leaves behind that it should not."""
+        found = [f"barrier left in mid-phase: {b!r}" for b in _busy(self.barriers.values())]
+        for agent, (first, columns) in self.tmem.allocations.items():
+            last = first + columns - 1
+            found.append(f"{agent} did not free columns {first} ... {last} of {self.tmem.name}")
+        for agent, mmas in self.tensor.uncommitted.items():
+            found.append(f"{agent} never committed {len(mmas)} MMAs, the first at {mmas[0].line}")
+        for role, _ in self.roles:
+            if role.bulk:
+                found.append(f"{role.agent} never waited for {len(role.bulk)} bulk groups")
+            if role.budget is not None and role.registers != role.budget:
+                found.append(
+                    f"{role.agent} ends with {role.registers} registers, not the plan's "
+                    f"{role.budget}"
+                )
+        return found
+
+    def findings(self) -> list[str]:
+        """Reports, leaks and races of this CTA (the races of a pair: see the Pair)."""
+        races = [] if self.pair else self.ordering.races()
+        return [*self.reports, *self.leaks(), *(str(race) for race in races)]
 
     def run(self) -> float:
-        """Run until every role has returned; the cycles it took. Raises Deadlock, BarrierFault."""
-        self.env.run()
-        stuck = [role for role, process in self._roles if process.is_alive]
-        if stuck:
-            waits = "; ".join(f"{role.name} waits for {role.waits_for}" for role in stuck)
-            states = "; ".join(repr(barrier) for barrier in self.barriers.values())
-            raise Deadlock(f"at cycle {self.env.now:.0f}: {waits}. Barriers: {states}")
-        return self.env.now
+        """Run until every role has returned; the cycles it took. Raises Deadlock, ModelFault."""
+        return _run(self.env, [self])
+
+
+class Pair:
+    """The two SMs of a CTA pair: pair MMAs, remote arrivals, copies between their memories.
+
+    `sms[0]` is the leader. Both run `plan`; agents and memories carry their rank ("MMA@0").
+    """
+
+    def __init__(self, machine: Machine, plan: Plan, ordering=None):
+        make, _ = _OBSERVED.get()
+        self.env = simpy.Environment()
+        self.ordering = ordering or (make() if make else NoOrdering())
+        self._cluster: dict[str, NamedBarrier] = {}
+        self.sms: list[Sm] = []
+        for rank in range(2):
+            self.sms.append(Sm(machine, plan, self.ordering, self, rank))
+
+    def cluster_barrier(self, name: str, threads: int) -> NamedBarrier:
+        """The barrier that both CTAs share."""
+        if name not in self._cluster:
+            made = NamedBarrier(self.env, name, threads, self.ordering.complete)
+            self._cluster[name] = made
+        return self._cluster[name]
+
+    def start(self, role: str, coroutine: Callable[[Role], Generator]) -> None:
+        """Let the warps of `role` run `coroutine(role)` in both CTAs."""
+        for sm in self.sms:
+            sm.start(role, coroutine)
+
+    @property
+    def trace(self) -> list[Span]:
+        """Spans of both SMs."""
+        return [span for sm in self.sms for span in sm.trace]
+
+    def findings(self) -> list[str]:
+        """Reports and leaks of both CTAs, races among all their accesses."""
+        both = [line for sm in self.sms for line in sm.findings()]
+        return [*both, *(str(race) for race in self.ordering.races())]
+
+    def run(self) -> float:
+        """Run until every role has returned; the cycles it took. Raises Deadlock, ModelFault."""
+        return _run(self.env, self.sms)
+
+
+def _busy(barriers) -> list[MBarrier | NamedBarrier]:
+    return [barrier for barrier in barriers if not barrier.idle]
+
+
+def _run(env: simpy.Environment, sms: list[Sm]) -> float:
+    env.run()
+    stuck = [role for sm in sms for role, process in sm.roles if process.is_alive]
+    if stuck:
+        waits = "; ".join(f"{role.agent} waits for {role.waits_for}" for role in stuck)
+        busy = [repr(barrier) for sm in sms for barrier in _busy(sm.barriers.values())]
+        states = f". Barriers in mid-phase: {'; '.join(busy)}" if busy else ""
+        raise Deadlock(f"at cycle {env.now:.0f}: {waits}{states}")
+    return env.now

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from ..common.model import Buffer, Machine, Role, Run, Sm, grid_run
+from ..common.model import Machine, Role, Run, Slot, Sm, grid_run
 from ..common.plan import THREADS_PER_WARP
 from . import config
 
@@ -33,9 +33,9 @@ def compute(role: Role, q, k, v, scale_log2: float, result: dict):
     """All 128 threads: q (TILE_M, d) against k and v (sk, d), float32; writes `result`."""
     rows, head_dim = q.shape
     tile_n = config.TILE_N[head_dim]
-    sQ = Buffer("sQ", (rows, head_dim))
-    sK = Buffer("sK", (tile_n, head_dim))
-    sV = Buffer("sV", (tile_n, head_dim))
+    sQ = role.sm.buffer("sQ", (rows, head_dim), torch.float32)[0]
+    sK = role.sm.buffer("sK", (tile_n, head_dim), torch.float32)[0]
+    sV = role.sm.buffer("sV", (tile_n, head_dim), torch.float32)[0]
     out = torch.zeros(rows, head_dim)
     row_max = torch.full((rows,), -math.inf)
     row_sum = torch.zeros(rows)
@@ -62,7 +62,7 @@ def compute(role: Role, q, k, v, scale_log2: float, result: dict):
     result["lse"] = (row_max * scale_log2 + torch.log2(row_sum)) * LN2
 
 
-def load_tile(role: Role, source: torch.Tensor, target: Buffer, tile: int = -1):
+def load_tile(role: Role, source: torch.Tensor, target: Slot, tile: int = -1):
     """Global to shared memory, 16-bit in, float32 out; every thread waits for its own loads."""
     yield from role.latency("load", role.sm.machine["gmem_latency"], tile)
     size = source.numel()
@@ -70,7 +70,7 @@ def load_tile(role: Role, source: torch.Tensor, target: Buffer, tile: int = -1):
     role.write(target, source)
 
 
-def mma_qk(role: Role, sQ: Buffer, sK: Buffer, tile: int):
+def mma_qk(role: Role, sQ: Slot, sK: Slot, tile: int):
     """S = Q K^T (TILE_M, tile_n)."""
     q, k = role.read(sQ), role.read(sK)
     own = q.numel() * WORD  # a thread reads its row of Q once, and no other thread does
@@ -78,7 +78,7 @@ def mma_qk(role: Role, sQ: Buffer, sK: Buffer, tile: int):
     return q @ k.T
 
 
-def mma_pv(role: Role, p: torch.Tensor, sV: Buffer, out: torch.Tensor, tile: int):
+def mma_pv(role: Role, p: torch.Tensor, sV: Slot, out: torch.Tensor, tile: int):
     """O + P V (TILE_M, d)."""
     v = role.read(sV)
     yield from role.execute("mma_pv", tile, **products(role, p.numel() * v.shape[1]))
