@@ -316,11 +316,11 @@ def model(
     with errors.status(f"running the SM model of stage {stage.tag} ..."):
         report = derived.simulate(stage, on, sizes, settings or ())
     if trace:
-        _write(trace, json.dumps(timeline.perfetto(report.run, report.plan)))
+        _write(trace, json.dumps(timeline.perfetto(report.run)))
     if svg:
-        _write(svg, timeline.svg(report.run, report.plan))
+        _write(svg, timeline.svg(report.run))
     if html:
-        _write(html, timeline.page(report.run, report.plan))
+        _write(html, timeline.page(report.run))
     if as_json:
         print(json.dumps(report.as_dict(), indent=1))
     else:

@@ -72,11 +72,6 @@ class Report:
     time: timeline.ProblemTime
     wall_seconds: float
 
-    @property
-    def plan(self):
-        """The stage's plan at this head dim."""
-        return self.stage.config.plan(self.sizes.head_dim)
-
     def as_dict(self) -> dict:
         """JSON-able."""
         return {

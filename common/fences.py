@@ -464,13 +464,13 @@ def timeline(source, language, css_class, options, md, **kwargs) -> str:
     from . import derived
     from . import timeline as drawing
 
-    number, head_dim, plan = _plan(options)
+    number, head_dim, _ = _plan(options)
     try:
         machine = derived.machine(options.get("machine", "B200"))
     except ValueError as error:
         raise FenceError(f"fence timeline: {error}") from error
     run = derived.small_run(flash_ladder.load(number), machine, head_dim)
-    picture = drawing.svg(run, plan, background=False)
+    picture = drawing.svg(run, background=False)
     detail = f"SM model of stage {number:02d}, one CTA alone on its SM; figures of {machine.name}, "
     detail += "with their sources, in common/model/machine.py"
     caption = f"one CTA, {derived.SMALL_KEYS} keys, head dim {head_dim}: cycles by role and engine"

@@ -12,15 +12,16 @@ import heapq
 import html
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from .model.machine import Machine
 from .model.run import Run
 from .model.sm import Span
-from .plan import TMEM_COLUMNS, Plan
+from .plan import TMEM_COLUMNS
 
+Touch = tuple[float, float, str, str, int, int]  # of tensor memory, see `tmem_occupancy`
 WAITS = ("latency", "barrier")  # span kinds in which a role waits and no engine works
-TMEM_LIVE = "tmem.live"  # a region of the plan (op) holds something: drawn, not an engine
 COLORS = (
     "#0072b2",
     "#e69f00",
@@ -87,14 +88,20 @@ def tracks(run: Run, engines: bool | None = None) -> list[tuple[str, list[tuple[
 
     Then the tracks of the engines, whoever uses them: with `engines`, or where roles share them.
     """
-    drawn = [span for span in run.trace if span.engine != TMEM_LIVE]
-    ordered = sorted(drawn, key=lambda row: row.engine in WAITS)
-    roles = dict.fromkeys(span.role for span in drawn)
-    groups = [(role, _tracks([span for span in ordered if span.role == role])) for role in roles]
-    if engines or (engines is None and len(roles) > 1):
-        working = [span for span in drawn if span.engine not in WAITS]
-        groups.append(("engines", _tracks(working)))
-    return groups
+    groups: dict[str, list[Span]] = {}
+    for span in sorted(run.trace, key=lambda row: row.engine in WAITS):
+        groups.setdefault(_agent(span, span.role), []).append(span)
+    if engines or (engines is None and len(groups) > 1):
+        for span in run.trace:
+            if span.engine not in WAITS:
+                groups.setdefault(_agent(span, "engines"), []).append(span)
+    return [(name, _tracks(spans)) for name, spans in groups.items()]
+
+
+def _agent(span: Span, name: str) -> str:
+    """`name`, with the rank of the second CTA of a pair."""
+    rank = getattr(span, "rank", 0)
+    return f"{name}@{rank}" if rank and "@" not in name else name
 
 
 def describe(span: Span) -> str:
@@ -107,51 +114,51 @@ def describe(span: Span) -> str:
 # --- use of engines, tensor memory --------------------------------------------------------------
 
 
-def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, -math.inf
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
 def utilisation(run: Run) -> dict[str, float]:
-    """Share of the first CTA's cycles in which each engine that is used was busy, 0 to 1."""
-    busy: dict[str, list[tuple[float, float]]] = {}
-    for span in run.trace:
-        if span.engine not in WAITS and span.engine != TMEM_LIVE:
-            busy.setdefault(span.engine, []).append((span.start, span.end))
-    return {name: _covered(spans) / run.cta_cycles[0] for name, spans in busy.items()}
+    """`run.busy()` of the engines that the first CTA uses: share of its cycles, 0 to 1."""
+    used = {span.engine for span in run.trace}
+    return {engine: share for engine, share in run.busy().items() if engine in used}
 
 
-def tmem_occupancy(run: Run, plan: Plan) -> list[tuple[float, int]]:
-    """(cycle, columns of tensor memory in use from then on); empty without such spans.
+def tmem_log(run: Run) -> tuple[Touch, ...]:
+    """What touched tensor memory in the first CTA; empty for a run without it."""
+    return tuple(getattr(run, "tmem_log", ()))
 
-    Spans on engine "tmem.live" name a region of `plan` as their op; regions that share columns
-    count them once. Raises ValueError for a region that the plan does not have.
+
+def tmem_occupancy(touches: Iterable[Touch]) -> list[tuple[float, int]]:
+    """(cycle, columns of tensor memory in use from then on); empty without touches.
+
+    A touch is (start, end, "read" or "write", what, column, columns). A column is in use while it
+    is touched, and between two touches when the later one reads: an MMA that accumulates reads.
     """
-    regions = {row.name: (row.column, row.column + row.columns) for row in plan.tmem}
-    live = [span for span in run.trace if span.engine == TMEM_LIVE]
-    strangers = sorted({span.op for span in live} - set(regions))
-    if strangers:
-        raise ValueError(f"the plan has no tensor-memory region {strangers}; it has {[*regions]}")
+    rows = sorted(touches)
+    edges = sorted({edge for row in rows for edge in (row[4], row[4] + row[5])})
+    changes: dict[float, int] = {}
+    for low, high in pairwise(edges):
+        until = -math.inf
+        for start, end, kind, _, column, columns in rows:
+            if not column <= low < column + columns:
+                continue
+            used_from = until if kind == "read" and until > -math.inf else max(start, until)
+            changes[used_from] = changes.get(used_from, 0) + high - low
+            until = max(until, end)
+            changes[until] = changes.get(until, 0) - (high - low)
     steps: list[tuple[float, int]] = []
-    for now in sorted({time for span in live for time in (span.start, span.end)}):
-        held = {regions[span.op] for span in live if span.start <= now < span.end}
-        columns = int(_covered(held))
-        if not steps or steps[-1][1] != columns:
-            steps.append((now, columns))
+    held = 0
+    for cycle, change in sorted(changes.items()):
+        if change:
+            held += change
+            steps.append((cycle, held))
     return steps
 
 
 # --- Perfetto -----------------------------------------------------------------------------------
 
 
-def perfetto(run: Run, plan: Plan | None = None) -> dict:
+def perfetto(run: Run) -> dict:
     """The trace as Chrome/Perfetto JSON: a process for each role and one for all engines.
 
-    One cycle is shown as 1 ns. With `plan`, tensor memory in use becomes a counter.
+    One cycle is shown as 1 ns. Tensor memory in use becomes a counter.
     """
     groups = tracks(run, engines=True)
     events: list[dict] = []
@@ -163,7 +170,7 @@ def perfetto(run: Run, plan: Plan | None = None) -> dict:
             events.append(_meta("thread_sort_index", pid, tid, {"sort_index": tid}))
             events += [_event(span, pid, tid) for span in spans]
     pid = len(groups) + 1
-    for cycle, columns in tmem_occupancy(run, plan) if plan else []:
+    for cycle, columns in tmem_occupancy(tmem_log(run)):
         counter = {"ph": "C", "name": "TMEM columns", "pid": pid, "ts": cycle / 1000}
         events.append({**counter, "args": {"columns": columns}})
     about = {"note": note(run), "unit": "1 ns shown = 1 cycle", "machine": run.machine.name}
@@ -189,13 +196,13 @@ def _event(span: Span, pid: int, tid: int) -> dict:
 
 # --- static SVG ---------------------------------------------------------------------------------
 
-LABEL, WIDTH, ROW, GAP = 150, 960, 16, 7  # pixels: left margin, whole width, track, between roles
-LEGEND_ITEM = 130  # pixels
+LABEL, WIDTH, ROW, GAP = 150, 800, 18, 8  # pixels: left margin, whole width, track, between roles
+LEGEND_ITEM = 105  # pixels
 MERGE = 0.5  # pixels: narrower bars of one op that touch are drawn as one
 TICKS = 6
 
 
-def svg(run: Run, plan: Plan | None = None, *, background: bool = True) -> str:
+def svg(run: Run, *, background: bool = True) -> str:
     """The timeline as SVG: a row for each role and engine, tooltips, tensor memory below.
 
     With `background` the picture is white and can stand alone; without it, text has the colour of
@@ -207,25 +214,25 @@ def svg(run: Run, plan: Plan | None = None, *, background: bool = True) -> str:
     parts, y = _legend(colors)
     top = y
     for role, rows in tracks(run):
-        parts.append(f'<text x="0" y="{y + 11}" font-weight="bold">{html.escape(role)}</text>')
+        parts.append(f'<text x="0" y="{y + 13}" font-weight="bold">{html.escape(role)}</text>')
         for name, spans in rows:
-            label = f'x="{LABEL - 6}" y="{y + 11}" text-anchor="end"'
+            label = f'x="{LABEL - 6}" y="{y + 13}" text-anchor="end"'
             parts.append(f"<text {label}>{html.escape(name)}</text>")
             parts += [_bar(span, colors, scale, y) for span in _merged(spans, MERGE / scale)]
             y += ROW
         y += GAP
-    steps = tmem_occupancy(run, plan) if plan else []
+    steps = tmem_occupancy(tmem_log(run))
     if steps:
         parts.append(_occupancy(steps, cycles, scale, y))
         y += 3 * ROW + GAP
     parts = [*_axis(cycles, scale, top, y), *parts]
-    height = y + 34
+    height = y + 38
     parts.append(f'<text x="{LABEL}" y="{height - 4}">{html.escape(note(run))}</text>')
     if background:
         parts.insert(0, f'<rect width="{WIDTH}" height="{height}" fill="white"/>')
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="timeline" font-family="sans-serif" font-size="11" '
+        f'aria-label="timeline" font-family="sans-serif" font-size="13" '
         f'fill="{"#222" if background else "currentColor"}">'
     )
     return "\n".join([head, *parts, "</svg>\n"])
@@ -233,9 +240,7 @@ def svg(run: Run, plan: Plan | None = None, *, background: bool = True) -> str:
 
 def _colors(run: Run) -> dict[str, str]:
     """A colour for each op that keeps an engine busy; then one for all waits."""
-    ops = dict.fromkeys(
-        span.op for span in run.trace if span.engine not in WAITS and span.engine != TMEM_LIVE
-    )
+    ops = dict.fromkeys(span.op for span in run.trace if span.engine not in WAITS)
     return {op: COLORS[index % len(COLORS)] for index, op in enumerate(ops)}
 
 
@@ -257,7 +262,7 @@ def _merged(spans: list[Span], least: float) -> list[Span]:
         last = found[-1] if found else None
         short = span.end - span.start < least
         if last and short and last.op == span.op and span.start - last.end < least:
-            found[-1] = Span(last.role, last.engine, last.op, -1, last.start, span.end)
+            found[-1] = replace(last, tile=-1, end=span.end)
         else:
             found.append(span)
     return found
@@ -281,7 +286,7 @@ def _axis(cycles: float, scale: float, top: float, bottom: float) -> list[str]:
         x = LABEL + index * step * scale
         line = f'x1="{x:.1f}" y1="{top - 4}" x2="{x:.1f}" y2="{bottom + 2}"'
         parts.append(f'<line {line} stroke="currentColor" stroke-opacity="0.2"/>')
-        text = f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">'
+        text = f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">'
         parts.append(f"{text}{index * step:,.0f}</text>")
     return parts
 
@@ -295,14 +300,14 @@ def _occupancy(steps: list[tuple[float, int]], cycles: float, scale: float, y: f
     path.append(f"H{LABEL + cycles * scale:.2f}V{low}Z")
     most = max(columns for _, columns in steps)
     title = f"<title>tensor memory in use, at most {most} of {TMEM_COLUMNS} columns</title>"
-    label = f'<text x="0" y="{y + 11}" font-weight="bold">TMEM in use</text>'
+    label = f'<text x="0" y="{y + 13}" font-weight="bold">TMEM in use</text>'
     return f'{label}<path d="{"".join(path)}" fill="#7570b3" fill-opacity="0.6">{title}</path>'
 
 
 # --- interactive page ---------------------------------------------------------------------------
 
 
-def chart(run: Run, plan: Plan | None = None):
+def chart(run: Run):
     """The timeline as an altair chart: zoom along time, pick an op in the legend, tooltips."""
     alt = require_altair()
     rows = [
@@ -333,7 +338,7 @@ def chart(run: Run, plan: Plan | None = None):
         tooltip=["what:N", "tile:Q", "track:N", "start:Q", "end:Q", "cycles:Q"],
     )
     bars = bars.properties(width=WIDTH - LABEL).add_params(picked, zoom)
-    steps = tmem_occupancy(run, plan) if plan else []
+    steps = tmem_occupancy(tmem_log(run))
     if not steps:
         return bars.properties(title=note(run))
     values = [{"cycle": cycle, "TMEM columns": columns} for cycle, columns in steps]
@@ -342,10 +347,10 @@ def chart(run: Run, plan: Plan | None = None):
     return alt.vconcat(bars, held).resolve_scale(x="shared").properties(title=note(run))
 
 
-def page(run: Run, plan: Plan | None = None) -> str:
+def page(run: Run) -> str:
     """The interactive timeline as one HTML file that needs no network (about 1 MB)."""
     with require_altair().data_transformers.enable("default", max_rows=None):
-        return chart(run, plan).to_html(inline=True)
+        return chart(run).to_html(inline=True)
 
 
 # --- a whole problem ----------------------------------------------------------------------------
