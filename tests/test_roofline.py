@@ -185,7 +185,8 @@ def test_committed_figures_are_up_to_date(name):
     pytest.importorskip("altair")
     pytest.importorskip("vl_convert")
     if f"drawn by {figures.drawn_by()}<" in text:
-        assert figures.figure(name) == text, f"{name} is stale: make figures"
+        for _ in range(2):  # what was drawn before makes no difference
+            assert figures.figure(name) == text, f"{name} is stale: make figures"
 
 
 def test_figures_belong_to_a_checkout(tmp_path):
