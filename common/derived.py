@@ -13,8 +13,7 @@ from rich.console import Console
 
 from . import inputs, roofline, timeline
 from .envelope import check
-from .model.machine import MACHINES, Machine
-from .model.run import Run
+from .model import MACHINES, Machine, Run
 from .stage import Stage
 
 FIRST_CAUSAL = 8  # the stage that brings masks

@@ -15,9 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from .model.machine import Machine
-from .model.run import Run
-from .model.sm import Span
+from .model import Machine, Run, Span
 from .plan import TMEM_COLUMNS
 
 Touch = tuple[float, float, str, str, int, int]  # of tensor memory, see `tmem_occupancy`

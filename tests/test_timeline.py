@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 from flash_ladder.common import derived, timeline
-from flash_ladder.common.model.machine import B200
-from flash_ladder.common.model.run import Run
-from flash_ladder.common.model.sm import Span
+from flash_ladder.common.model import B200, Run, Span
 
 SPANS = (
     Span("LOAD", "gmem", "load", 1, 0, 10),
