@@ -180,6 +180,8 @@ REFUSED = {
     ".mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3, %r4, %r5, %r6}], [%r6];",
     "fp4 conversion": "cvt.rn.satfinite.e2m1x2.f32 %h1, %f1, %f2;",
     "unknown operation": "hypercube.rotate %r1, %r2;",
+    "our register": ".reg .b64 %fl_slot;",
+    "our label": "$fl_main:",
 }
 
 
@@ -201,6 +203,21 @@ def test_threads_are_appended_and_limits_dropped():
 
 def test_ntid_is_that_of_the_kernel():
     assert "mov.b32 %r5, 192;" in rewrite(kernel("mov.u32 %r5, %ntid.x;"), declarations())
+
+
+def test_names_of_inline_assembly_stay_its_own(tmp_path):
+    """Operands may be called what the arguments of a call are called."""
+    block = "{ .reg .b64 a4, a5; .reg .b32 result; mov.b64 a4, %rd1; mov.b64 a5, %rd2; "
+    block += "mov.b32 result, 0; tcgen05.mma.cta_group::1.kind::f16 [result], a4, a5, result, 1; }"
+    assembled(rewrite(kernel(block), declarations()), tmp_path)
+
+
+def test_device_function_refused():
+    helper = ".func helper()\n{\nret;\n}\n"
+    with pytest.raises(HopperRewriteError, match=r"line 5: .*device functions"):
+        rewrite(kernel().replace(".visible", helper + ".visible"), declarations())
+    declared = kernel().replace(".visible", ".extern .func helper();\n.visible")
+    assert ".extern .func helper();" in rewrite(declared, declarations())
 
 
 @pytest.mark.parametrize("threads", ("48", "896", "64, 2"))

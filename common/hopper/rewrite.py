@@ -21,6 +21,7 @@ ENGINE_THREADS = 160
 MAX_MAIN_THREADS = 864
 TARGET = "sm_90a"
 PTX_VERSION = "8.8"  # CUDA 12.9; drivers from 13.0 on take it as well
+_OURS = re.compile(r"(?<![\w$%.])[%$]?fl_\w")
 DYNAMIC_SMEM = re.compile(r"\.extern \.shared .*?\b([\w$]+)\[\]")
 
 
@@ -68,6 +69,7 @@ def rewrite(ptx: str, engine: str) -> str:
     if len(entries) != 1:
         raise HopperRewriteError(f"expected one kernel, found {sorted(entries)}")
     (body,) = entries.values()
+    _refuse_module(program)
     uses_tmem = any(s.opcode.startswith("tcgen05.") for s in body)
     context = Context(program, _threads(body[0]), uses_tmem)
     module = program.module()
@@ -79,6 +81,15 @@ def rewrite(ptx: str, engine: str) -> str:
     lines += [_plain(s) for s in before if s.opcode not in (".version", ".target", ".address_size")]
     lines += _kernel(context, body, shared[0] if shared else "")
     return "\n".join(lines) + "\n"
+
+
+def _refuse_module(program: Program) -> None:
+    """Names that would capture ours, and device functions: their bodies are not rewritten."""
+    for statement, following in zip(program.statements, program.statements[1:]):
+        if statement.opcode != ".file" and _OURS.search(statement.text):
+            raise refuse(statement, "names that start with fl_ belong to the rewriter")
+        if statement.opcode == ".func" and following.opcode == "{":
+            raise refuse(statement, "a module with device functions is not rewritten")
 
 
 def _without_header(engine: str) -> str:
@@ -126,21 +137,8 @@ def _kernel(context: Context, body: list[Statement], dynamic_smem: str) -> list[
 
 def _plain(statement: Statement) -> str:
     """A label, brace or directive as it stands."""
-    bare = (
-        ":",
-        "{",
-        "}",
-        ".version",
-        ".target",
-        ".address_size",
-        ".file",
-        ".loc",
-        ".entry",
-        ".func",
-    )
-    if statement.opcode in bare:
-        return statement.text
-    return statement.text + ";"
+    bare = (":", "{", "}", ".version", ".target", ".address_size", ".file", ".loc", ".entry")
+    return statement.text + ("" if statement.opcode in bare else ";")
 
 
 def _prologue(context: Context, dynamic_smem: str) -> list[str]:
