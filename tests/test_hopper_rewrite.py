@@ -108,18 +108,26 @@ LOWERED = {
     "[%r1], [%rd1+256], %r3, [%r6];",
     "wait": "mbarrier.try_wait.parity.shared.b64 %p1, [%r1+8], %r2, 10000000;",
     "wait guarded": "@%p2 mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2;",
+    "wait for token": "mbarrier.try_wait.shared.b64 %p1, [%r1+-8], %rd1, %r2;",
+    "wait relaxed": "@%p1 mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 "
+    "%p1, [%r1+0x10], 1, %r2;",
+    "test wait": "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 %p1, [smem+8], %r2;",
+    "commit to a symbol": "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 "
+    "[smem+8];",
     "try cancel": "clusterlaunchcontrol.try_cancel.async.shared::cta"
     ".mbarrier::complete_tx::bytes.b128 [%r1], [%r2+8];",
     "try cancel for all": "@%p1 clusterlaunchcontrol.try_cancel.async.shared::cta"
     ".mbarrier::complete_tx::bytes.multicast::cluster::all.b128 [%r1], [%r2];",
     "is canceled": "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p1, %q1;",
     "first cta": "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 "
-    "{%r1, %r2, %r3, %r4}, %q1;",
+    "{%r1, %r2, %r3, _}, %q1;",
     "cluster arrive": "barrier.cluster.arrive.relaxed.aligned;",
     "cluster wait": "barrier.cluster.wait.acquire;",
     "setmaxnreg": "setmaxnreg.inc.sync.aligned.u32 192;",
     "launch dependents": "griddepcontrol.launch_dependents;",
     "barrier of all": "bar.sync 1;",
+    "reduction of all": "@%p1 barrier.cta.red.popc.aligned.u32 %r1, %r2, !%p2;",
+    "ntid as 64 bits": "cvt.u64.u32 %rd1, %ntid.x;",
     "fma2": "fma.rn.f32x2 %rd1, %rd2, %rd3, %rd4;",
     "add2 down": "add.rm.ftz.f32x2 %rd1, %rd2, %rd3;",
     "mul2": "mul.f32x2 %rd1, %rd2, %rd2;",
@@ -127,6 +135,7 @@ LOWERED = {
     "mixed fma": "fma.rn.f32.bf16 %f1, %h1, %h2, %f3;",
     "mixed add": "add.f32.f16 %f1, %h1, %f3;",
     "load 256 bits": f"ld.global.v8.b32 {registers(8)}, [%rd1+32];",
+    "relaxed load": f"ld.relaxed.gpu.global.v8.b32 {registers(8)}, [%rd1+-32];",
     "load over own address": "ld.global.v4.b64 {%rd1, %rd2, %rd3, %rd4}, [%rd1];",
     "store 256 bits": "@!%p1 st.global.v4.b64 [%rd1], {%rd2, %rd3, %rd4, %rd5};",
 }
@@ -137,7 +146,7 @@ def test_lowering_assembles(name, tmp_path):
     text = rewrite(kernel(LOWERED[name]), declarations())
     opcode = next(word for word in LOWERED[name].rstrip(";").split() if not word.startswith("@"))
     code = "\n".join(line for line in text.splitlines() if not line.startswith("//"))
-    if not opcode.startswith(("mbarrier", "bar", "max", "setmaxnreg")):
+    if not opcode.startswith(("mbarrier", "bar", "max", "setmaxnreg", "cvt")):
         assert not re.search(rf"(?m)^(@\S+ )?{re.escape(opcode)}[ ;]", code), "still there"
     assembled(text, tmp_path)
 
@@ -147,6 +156,12 @@ NATIVE = (
     "mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r1], %r2;",
     "elect.sync %r3|%p1, -1;",
     "bar.sync 2, 64;",
+    "bar.red.and.pred %p1, 2, 64, %p2;",
+    "barrier.cta.arrive.aligned %r1, 64;",
+    "bar.warp.sync -1;",
+    "red.global.add.noftz.bf16x2 [%rd1], %r1;",
+    "atom.global.v8.bf16.add.noftz {%h1, %h2, %h3, %h1, %h2, %h3, %h1, %h2}, [%rd1], "
+    "{%h1, %h2, %h3, %h1, %h2, %h3, %h1, %h2};",
     "cp.async.bulk.commit_group;",
     "cp.async.bulk.wait_group.read 0;",
     "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group.L2::cache_hint "
@@ -179,6 +194,17 @@ REFUSED = {
     "gather": "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4"
     ".mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3, %r4, %r5, %r6}], [%r6];",
     "fp4 conversion": "cvt.rn.satfinite.e2m1x2.f32 %h1, %f1, %f2;",
+    "float reduction": "redux.sync.max.f32 %f1, %f2, -1;",
+    "8-bit matrix": "ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8 {%r1, %r2}, [%r3];",
+    "bulk zero": "st.bulk.weak.shared::cta [%rd1], 64, 0;",
+    "stochastic rounding": "cvt.rs.f16x2.f32 %r1, %f1, %f2, %r2;",
+    "byte mask": "cp.async.bulk.global.shared::cta.bulk_group.cp_mask [%rd1], [%r1], %r3, %h1;",
+    "256 bits somewhere": "ld.v4.b64 {%rd1, %rd2, %rd3, %rd4}, [%rd1];",
+    "max3 of absolutes": "max.abs.f32 %f1, %f2, %f3, %f4;",
+    "reducing load": "tcgen05.ld.red.sync.aligned.32x32b.x2.max.f32 {%f1, %f2}, %f3, [%r1];",
+    "wait on a generic address": "mbarrier.try_wait.parity.b64 %p1, [%rd1], %r2;",
+    "ntid as a vector": "mov.v4.u32 {%r1, %r2, %r3, %r4}, %ntid;",
+    "unknown barrier": "barrier.relaxed.sync 1;",
     "unknown operation": "hypercube.rotate %r1, %r2;",
     "our register": ".reg .b64 %fl_slot;",
     "our label": "$fl_main:",
@@ -202,7 +228,34 @@ def test_threads_are_appended_and_limits_dropped():
 
 
 def test_ntid_is_that_of_the_kernel():
-    assert "mov.b32 %r5, 192;" in rewrite(kernel("mov.u32 %r5, %ntid.x;"), declarations())
+    for kind in ("mov.u32 %r5", "mov.s32 %r5", "mov.u16 %h1"):
+        assert f"{kind}, 192;" in rewrite(kernel(f"{kind}, %ntid.x;"), declarations())
+    text = rewrite(kernel(LOWERED["ntid as 64 bits"]), declarations())
+    assert re.search(r"mov.b32 (\S+), 192;\ncvt.u64.u32 %rd1, \1;", text)
+
+
+def test_barriers_count_the_kernels_threads():
+    for given, wanted in (
+        ("bar.sync 1", "bar.sync 1, 192"),
+        ("barrier.sync %r1", "barrier.sync %r1, 192"),
+        ("bar.red.popc.u32 %r1, 0, %p1", "bar.red.popc.u32 %r1, 0, 192, %p1"),
+        ("barrier.red.or.pred %p2, %r1, !%p1", "barrier.red.or.pred %p2, %r1, 192, !%p1"),
+    ):
+        assert f"\n{wanted};" in rewrite(kernel(given + ";"), declarations())
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in LOWERED if "wait" in name and "mbarrier" in LOWERED[name]]
+)
+def test_every_wait_is_counted(name):
+    assert "call fl_wait_failed" in rewrite(kernel(LOWERED[name]), declarations())
+
+
+def test_every_row_of_the_table_is_tried():
+    tried = [*LOWERED.values(), *NATIVE, *REFUSED.values(), "ret;"]
+    opcodes = [re.sub(r"^@\S+ ", "", text).rstrip(";").split()[0] for text in tried]
+    for pattern, lowering in operations.TABLE:
+        assert any(map(pattern.fullmatch, opcodes)), lowering.__name__
 
 
 def test_names_of_inline_assembly_stay_its_own(tmp_path):
