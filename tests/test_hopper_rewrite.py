@@ -273,6 +273,19 @@ def test_device_function_refused():
     assert ".extern .func helper();" in rewrite(declared, declarations())
 
 
+def test_kernel_whose_first_statement_is_a_block(tmp_path):
+    ptx = kernel().replace("tcgen05.alloc", "{ .reg .b32 t; mov.b32 t, 1; }\ntcgen05.alloc")
+    assembled(rewrite(ptx, declarations()), tmp_path)
+
+
+def test_threads_must_be_exact_and_leave():
+    with pytest.raises(HopperRewriteError, match=r"line 5: .*reqntid"):
+        rewrite(kernel().replace(".reqntid", ".maxntid"), declarations())
+    for tail in ("}\n", "@%p1 ret;\n}\n"):
+        with pytest.raises(HopperRewriteError, match="does not end with ret"):
+            rewrite(kernel().removesuffix(TAIL) + tail, declarations())
+
+
 @pytest.mark.parametrize("threads", ("48", "896", "64, 2"))
 def test_thread_counts_refused(threads):
     with pytest.raises(HopperRewriteError, match="threads"):

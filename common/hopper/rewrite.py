@@ -98,7 +98,7 @@ def _without_header(engine: str) -> str:
 
 
 def _threads(header: Statement) -> int:
-    match = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", header.text)
+    match = re.search(r"\.reqntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", header.text)
     if not match:
         raise refuse(header, "the kernel's threads per CTA are not fixed (.reqntid)")
     x, y, z = (int(extent or 1) for extent in match.groups())
@@ -121,11 +121,11 @@ def _header(context: Context, header: Statement) -> str:
 def _kernel(context: Context, body: list[Statement], dynamic_smem: str) -> list[str]:
     from .operations import lower
 
-    lines = [_header(context, body[0])]
+    _check_end(body)
+    lines = [_header(context, body[0]), body[1].text]
     entered = not context.has_tensor_memory
-    for statement in body[1:]:
-        code = statement.is_instruction or statement.opcode == ":"
-        if code and not entered:
+    for statement in body[2:]:
+        if not (entered or statement.opcode.startswith(".")):
             lines += _prologue(context, dynamic_smem)
             entered = True
         if statement.is_instruction:
@@ -133,6 +133,13 @@ def _kernel(context: Context, body: list[Statement], dynamic_smem: str) -> list[
         else:
             lines.append(_plain(statement))
     return lines
+
+
+def _check_end(body: list[Statement]) -> None:
+    """A kernel may end without `ret`, but its threads would then not tell the engine."""
+    last = [s for s in body if s.is_instruction][-1:]
+    if not last or last[0].predicate or not re.match(r"(ret|exit|bra|trap)\b", last[0].opcode):
+        raise refuse((last or body)[0], "the kernel does not end with ret")
 
 
 def _plain(statement: Statement) -> str:
