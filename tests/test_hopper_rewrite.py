@@ -298,6 +298,14 @@ def test_guard_skips_all_of_a_lowering(tmp_path):
     assert skip and text.index(f"{skip[1]}:") > text.index("call fl_push_mma")
 
 
+@pytest.mark.parametrize("guard", ("@%p3", "@ %p3", "@!%p3", "@! %p3", "@ ! %p3"))
+def test_guards_with_spaces(guard, tmp_path):
+    text = rewrite(kernel(f"{guard} ret;"), declarations())
+    opposite = "" if "!" in guard else "!"
+    assert re.search(rf"\n@{opposite}%p3 bra \$fl_skip_\d+;\n", text)
+    assembled(text, tmp_path)
+
+
 def test_kernel_without_tensor_memory_keeps_its_threads(tmp_path):
     ptx = HEAD + "fma.rn.f32x2 %rd1, %rd2, %rd3, %rd4;\nbar.sync 0;\n" + TAIL
     text = rewrite(ptx, "")
