@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects that run on Hopper, built without a GPU: what they hold and where they come from."""
 
+import dataclasses
 import re
 
 import pytest
@@ -90,6 +91,12 @@ def test_artefacts_are_found_by_the_environment(packed, monkeypatch, tmp_path):
     monkeypatch.setenv(run.ARTEFACTS, str(tmp_path))
     assert building.read_object(run.packed_folder(KEY)).ptx_sha256 == packed.ptx_sha256
     assert run.packed_folder(CompileKey(1, "sm_100a", "float16", 128)) is None
+
+
+def test_object_of_another_rewriter_is_refused(packed):
+    assert run.loaded(packed, 0).ptx == packed.ptx
+    with pytest.raises(ValueError, match="pack it again"):
+        run.loaded(dataclasses.replace(packed, rewriter_sha256="other"), 0)
 
 
 def test_launches_are_as_before_afterwards():

@@ -81,7 +81,12 @@ def hopper_kernel(stage: Stage, dtype: str, head_dim: int, device: torch.device)
 
 @functools.cache
 def loaded(found: HopperObject, index: int) -> HopperKernel:
-    """A runnable kernel; one for each object and GPU in a process."""
+    """A runnable kernel; one for each object and GPU in a process.
+
+    Raises ValueError for an object that another version of this package made.
+    """
+    if found.rewriter_sha256 != rewriter_hash():
+        raise ValueError(f"{found.folder} is of another version of flash-ladder: pack it again")
     return HopperKernel(found, index)
 
 
