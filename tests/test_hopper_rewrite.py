@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewriting PTX for sm_90a: what passes, what is lowered, what is refused. No GPU."""
 
+import pathlib
 import re
 import subprocess
 
@@ -356,5 +357,13 @@ def test_stage_01_rewritten_assembles(tmp_path):
     assembled(text, tmp_path)
 
 
-def test_rewriter_hash_is_stable():
-    assert rewriter_hash() == rewriter_hash() and len(rewriter_hash()) == 64
+@pytest.mark.parametrize("name", ("rewrite.py", "engine.cu", "ptx.py"))
+def test_rewriter_hash_tells_sources_apart(name, monkeypatch):
+    before, original = rewriter_hash(), pathlib.Path.read_bytes
+    assert before == rewriter_hash() and len(before) == 64
+
+    def changed(path):
+        return original(path) + b"\n" * (path.name == name)
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", changed)
+    assert rewriter_hash() != before

@@ -50,9 +50,10 @@ def refuse(statement: Statement, reason: str) -> HopperRewriteError:
 
 
 def rewriter_hash() -> str:
-    """sha256 over this package's sources: evidence records which rewriter ran."""
+    """sha256 over this package and the PTX reader: evidence records which rewriter ran."""
     digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parent.glob("*")):
+    folder = pathlib.Path(__file__).parent
+    for path in (*sorted(folder.glob("*")), folder.parent / "ptx.py"):
         if path.suffix in (".py", ".cu"):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
