@@ -341,19 +341,32 @@ def printed(ptx: str) -> str:
     return "\n".join(s.text + ("" if s.opcode in bare else ";") for s in statements)
 
 
-def test_round_trip_of_compiled_code():
+def compiled(name: str) -> str:
+    """PTX for sm_100a of stage 01 or of a test kernel."""
     pytest.importorskip("cutlass", reason="needs the CuTe DSL")
-    ptx = compile_stage(Stage(1)).ptx
+    if name == "stage 01":
+        return compile_stage(Stage(1)).ptx
+    from tests.kernels import KERNELS
+
+    return KERNELS[name].build(**KERNELS[name].sweep[-1]).__ptx__
+
+
+COMPILED = ("stage 01", "gemm", "ts_gemm", "chain")
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_round_trip_of_compiled_code(name):
+    ptx = compiled(name)
     first, again = read(ptx).statements, read(printed(ptx)).statements
     assert [(s.opcode, s.operands, s.predicate) for s in first] == [
         (s.opcode, s.operands, s.predicate) for s in again
     ]
 
 
-def test_stage_01_rewritten_assembles(tmp_path):
-    pytest.importorskip("cutlass", reason="needs the CuTe DSL")
-    text = rewrite(compile_stage(Stage(1)).ptx, "")
-    assert "f32x2" not in re.sub(r"//.*", "", text)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_rewritten_assembles(name, tmp_path):
+    text = rewrite(compiled(name), declarations())
+    assert not re.search("f32x2|tcgen05", re.sub(r"//.*", "", text))
     assembled(text, tmp_path)
 
 
