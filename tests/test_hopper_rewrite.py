@@ -107,6 +107,8 @@ LOWERED = {
     ".mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, 0}], [%r6+16];",
     "bulk": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
     "[%r1], [%rd1+256], %r3, [%r6];",
+    "bulk hinted": "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+    "[%r1], [%rd1], 4096, [%r6], %rd2;",
     "wait": "mbarrier.try_wait.parity.shared.b64 %p1, [%r1+8], %r2, 10000000;",
     "wait guarded": "@%p2 mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2;",
     "wait for token": "mbarrier.try_wait.shared.b64 %p1, [%r1+-8], %rd1, %r2;",
@@ -192,6 +194,8 @@ REFUSED = {
     "wrong register count": "tcgen05.ld.sync.aligned.32x32b.x4.b32 {%r8, %r9}, [%r1];",
     "multicast load": "cp.async.bulk.tensor.2d.shared::cluster.global.tile"
     ".mbarrier::complete_tx::bytes.multicast::cluster [%r1], [%rd1, {%r2, %r3}], [%r6], %h1;",
+    "multicast bulk load": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    ".multicast::cluster [%r1], [%rd1], %r3, [%r6], %h1;",
     "gather": "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4"
     ".mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3, %r4, %r5, %r6}], [%r6];",
     "fp4 conversion": "cvt.rn.satfinite.e2m1x2.f32 %h1, %f1, %f2;",

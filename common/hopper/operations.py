@@ -445,12 +445,23 @@ def _tensor_load(context: Context, statement: Statement) -> str:
     )
 
 
-@operation(r"cp\.async\.bulk\.shared::(cluster|cta)\.global\.mbarrier::complete_tx::bytes")
+_BULK_LOAD = (
+    r"cp\.async\.bulk\.shared::(?:cluster|cta)\.global\.mbarrier::complete_tx::bytes"
+    r"(\.multicast::cluster)?(\.L2::cache_hint)?"
+)
+
+
+@operation(_BULK_LOAD)
 def _bulk_load(context: Context, statement: Statement) -> str:
+    """Queued like the loads of tensors."""
+    match = re.fullmatch(_BULK_LOAD, statement.opcode)
     if not context.has_tensor_memory:
         return _same(context, statement)
-    target, source, size, barrier = statement.operands
-    return _queue_copy(context, statement, target, barrier, source, "0", 6, size, [])
+    if match[1]:
+        raise ValueError("a multicast load is not on the allow-list")
+    target, source, size, barrier, *rest = statement.operands
+    policy, shape = (rest[0], 14) if match[2] else ("0", 6)
+    return _queue_copy(context, statement, target, barrier, source, policy, shape, size, [])
 
 
 def _queue_copy(context, statement, target, barrier, source, policy, shape, size, coordinates):
