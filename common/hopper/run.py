@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import threading
 import warnings
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from .build import HopperObject, build, read_object
 from .rewrite import rewriter_hash
 from .session import Session
 
+_ONE_AT_A_TIME = threading.Lock()  # a session has one fault record and one set of slots
 ARTEFACTS = "FLASH_LADDER_ARTEFACTS"  # folder that `flash-ladder pack` wrote
 
 
@@ -54,12 +56,13 @@ class HopperKernel:
         """Launch, wait for the end, and raise HopperExecutionError if the engine saw a fault."""
         engine = session(self.device_index)
         launch = self._launch
-        engine.reset()
-        try:
-            launch(*arguments)
-            torch.cuda.synchronize(self.device_index)
-        finally:
-            engine.check(self.ptx)
+        with _ONE_AT_A_TIME:
+            engine.reset()
+            try:
+                launch(*arguments)
+                torch.cuda.synchronize(self.device_index)
+            finally:
+                engine.check(self.ptx)
 
 
 def hopper_kernel(stage: Stage, dtype: str, head_dim: int, device: torch.device) -> HopperKernel:
@@ -81,7 +84,12 @@ def hopper_kernel(stage: Stage, dtype: str, head_dim: int, device: torch.device)
 
 @functools.cache
 def loaded(found: HopperObject, index: int) -> HopperKernel:
-    """A runnable kernel; one for each object and GPU in a process."""
+    """A runnable kernel; one for each object and GPU in a process.
+
+    Raises ValueError for an object that another version of this package made.
+    """
+    if found.rewriter_sha256 != rewriter_hash():
+        raise ValueError(f"{found.folder} is of another version of flash-ladder: pack it again")
     return HopperKernel(found, index)
 
 
