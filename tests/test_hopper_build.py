@@ -139,3 +139,10 @@ def test_ptx_that_does_not_assemble_is_an_error():
         pytest.skip(str(missing))
     with pytest.raises(RuntimeError, match="ptxas refused"):
         building.assemble(".version 8.0\n.target sm_90a\n.address_size 64\nnonsense;\n")
+
+
+def test_an_artefact_of_other_sources_is_refused(packed, stage, monkeypatch):
+    assert run._read_packed(stage, packed.folder).ptx_sha256 == packed.ptx_sha256
+    monkeypatch.setattr(run, "sources", lambda stage: {"01/kernel": b"changed"})
+    with pytest.raises(ValueError, match="packed from other sources"):
+        run._read_packed(stage, packed.folder)
