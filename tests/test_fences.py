@@ -317,6 +317,23 @@ def test_unreadable_evidence_ends_the_build(pair):
         fence('results stage="01"')
 
 
+def test_timeline_of_stage_01_is_marked_as_derived():
+    page = fence('timeline stage="01" head_dim="64" machine="H200"')
+    assert page.count("<svg") == 1 and "mma_qk, key tile 0: COMPUTE on smem" in page
+    assert ">D</abbr>" in page and "SM model of stage 01" in page and "figures of H200" in page
+    assert "not measured" in page and "the bare file" not in page
+
+
+def test_timeline_errors_end_the_build():
+    for head, words in (
+        ('stage="01" head_dim="96"', "is outside stage 01"),
+        ('stage="01" head_dim="64" machine="A100"', "fence timeline: no machine 'A100'"),
+        ('stage="01"', "missing"),
+    ):
+        with pytest.raises(fences.FenceError, match=words):
+            fence(f"timeline {head}")
+
+
 def test_ladder_names_every_stage_and_its_status(pair, monkeypatch):
     monkeypatch.setattr(fences, "stage_config", lambda number: Config)
     (pair[0] / "README.md").write_text("# 01\n")
