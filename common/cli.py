@@ -127,8 +127,11 @@ def run(
     heads: Annotated[int, typer.Option(min=1)] = 4,
     seqlen: Annotated[int, typer.Option(min=1, help="Query and key length.")] = 512,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
-    dtype: Annotated[Dtype, typer.Option(help="Input dtype.")] = Dtype.bfloat16,
-    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Annotated[
+        Optional[Dtype],  # noqa: UP045
+        typer.Option(help="Input dtype; a 16-bit file's own, else bfloat16, when not given."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Results as JSON.")] = False,
 ) -> None:
     """The main job: compute a real attention problem by every means this machine has."""
@@ -136,7 +139,7 @@ def run(
 
     stage = stage or ladder.load(ladder.built()[-1])
     sizes = {"batch": batch, "heads": heads, "seqlen": seqlen, "head_dim": head_dim}
-    problem = mainjob.problem(qkv, generator, sizes, dtype.value, seed)
+    problem = mainjob.problem(qkv, generator, sizes, dtype and dtype.value, seed)
     silent = Console(quiet=True) if as_json else console
     result = mainjob.run(stage, problem, silent)
     if as_json:

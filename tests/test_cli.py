@@ -171,6 +171,23 @@ def test_run_takes_tensors_from_a_file(ladder, no_gpu, tmp_path, suffix):
     assert ("fp16" if suffix == "pt" else "bf16") in found["shape"]
 
 
+def test_the_dtype_asked_for_is_that_of_the_file_or_made_of_it(ladder, no_gpu, tmp_path):
+    path = tmp_path / "mixed.pt"
+    tensors = {name: torch.randn(1, 128, 1, 64).half() for name in "qkv"}
+    torch.save({**tensors, "k": tensors["k"].float()}, path)
+    _refused(ladder("run", "--qkv", str(path)), "mixes dtypes")
+    assert "d64 fp16" in ladder("run", "--qkv", str(path), "--dtype", "float16")[1]
+    torch.save(tensors, path)
+    assert "d64 fp16" in ladder("run", "--qkv", str(path))[1]
+    assert "d64 bf16" in ladder("run", "--qkv", str(path), "--dtype", "bfloat16")[1]
+
+
+def test_tensors_of_a_file_may_require_grad(ladder, no_gpu, tmp_path):
+    path = tmp_path / "parameters.pt"
+    torch.save({name: torch.randn(1, 128, 1, 64, requires_grad=True) for name in "qkv"}, path)
+    assert ladder("run", "--qkv", str(path))[0] == 0
+
+
 def test_a_wrong_result_is_exit_code_1(ladder, no_gpu, stage, monkeypatch):
     right = stage.model.online_softmax_step
     wrong = lambda s, row_max, row_sum, scale: right(s, row_max, row_sum, scale * 1.1)
@@ -186,6 +203,7 @@ def test_a_wrong_result_is_exit_code_1(ladder, no_gpu, stage, monkeypatch):
     [
         (("--seqlen", "100"), "positive multiple of 128; got 100 (stage 08 lifts this)"),
         (("--seqlen", "0"), "greater than or equal to 1"),
+        (("--seed", "-1"), "greater than or equal to 0"),
         (("--heads", "-1"), "greater than or equal to 1"),
         (("--head-dim", "96"), "head dim 64 or 128; got 96 (stage 10 lifts this)"),
         (("--head-dim", "4"), "head_dim is 4"),

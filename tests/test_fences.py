@@ -22,6 +22,7 @@ RUN = {
     "kernels": [
         {
             "key": "bf16-d128",
+            "registers": 250,
             "cases": 60,
             "failed": 0,
             "worst": {
@@ -294,6 +295,8 @@ def test_results_mark_every_number(pair):
     page = fence('results stage="01"')
     source = "measured: NVIDIA H200, driver 580.159.04, 2026-11-29, flash-ladder verify 1"
     measured = f'<abbr class="fl-mark" title="{source}">M</abbr>'
+    assert re.search(r'<td>250 <abbr [^>]*"measured: machine code compiled for sm_90a with', page)
+    assert "tolerance rule of common.numerics" in page
     for number in ("60", "0", "0.00125", "0.0025"):
         assert f"<td>{number} {measured}</td>" in page
     assert re.search(r"<td>0\.5 <abbr [^>]*>D</abbr></td>", page)  # own error / torch's
