@@ -80,7 +80,11 @@ def test_spans_that_overlap_get_tracks_of_their_own():
 
 
 def test_the_second_cta_of_a_pair_has_its_own_tracks():
-    spans = [Span("MMA", "tensor", "a", 0, 0, 5, rank=rank) for rank in (0, 1)]
+    @dataclass(frozen=True)
+    class Ranked(Span):
+        rank: int = 0
+
+    spans = [Ranked("MMA", "tensor", "a", 0, 0, 5, rank=rank) for rank in (0, 1)]
     assert [name for name, _ in timeline.tracks(_run(spans))] == [
         "MMA",
         "MMA@1",

@@ -6,8 +6,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-WIDTHS = {"b16": 2, "b32": 4, "b64": 8}
-
 
 @dataclass
 class Scope:
