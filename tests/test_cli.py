@@ -192,9 +192,9 @@ def test_a_wrong_result_is_exit_code_1(ladder, no_gpu, stage, monkeypatch):
     right = stage.model.online_softmax_step
     wrong = lambda s, row_max, row_sum, scale: right(s, row_max, row_sum, scale * 1.1)
     monkeypatch.setattr(stage.model, "online_softmax_step", wrong)
-    code, out, complaint = ladder("run", *SMALL)
+    code, out, complaint = ladder("run", "1", *SMALL)
     assert code == 1 and "NOT within tolerance" in out and not complaint
-    code, out, complaint = ladder("run", *SMALL, "--json")
+    code, out, complaint = ladder("run", "1", *SMALL, "--json")
     assert code == 1 and json.loads(out)["ok"] is False and not complaint
 
 
