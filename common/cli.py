@@ -276,3 +276,39 @@ def verify(
     console.print(f"evidence written to {path}", soft_wrap=True)
     if run["tests"]["failed"]:
         raise typer.Exit(1)
+
+
+@app.command()
+@clear_errors
+def mutate(
+    stage: StageArgument,
+    fast: Annotated[bool, typer.Option("--fast", help="A third of the sites.")] = False,
+    head_dim: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Head dim; the largest when not given."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Verdicts as JSON.")] = False,
+) -> None:
+    """Delete each wait, arrive and fence of the stage's model in turn; does anything notice?
+
+    What survives unexplained makes the exit code 1.
+    """
+    from rich.progress import track
+
+    from . import mutation
+
+    subject = mutation.stage_subject(stage, head_dim)
+    label = f"stage {stage.tag}: deleting"
+    progress = functools.partial(track, description=label, console=errors, transient=True)
+    report = mutation.mutate(subject, fast, progress)
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=1))
+    else:
+        table = _table("site", "line", "verdict", "who says so, or why", whole=3)
+        for row in report.verdicts:
+            line = row.site.line.rpartition("/")[2]
+            table.add_row(str(row.site), line, row.label, row.short or row.reason)
+        console.print(table, markup=False)
+        console.print(report.summary(), markup=False, highlight=False)
+    if report.complaints:
+        raise AssertionError("\n".join(report.complaints))
