@@ -298,8 +298,13 @@ def mutate(
     from . import mutation
 
     subject = mutation.stage_subject(stage, head_dim)
-    label = f"stage {stage.tag}: deleting"
-    progress = functools.partial(track, description=label, console=errors, transient=True)
+    progress = functools.partial(
+        track,
+        description=f"stage {stage.tag}: deleting",
+        console=errors,
+        transient=True,
+        disable=not errors.is_terminal,
+    )
     report = mutation.mutate(subject, fast, progress)
     if as_json:
         print(json.dumps(report.as_dict(), indent=1))
@@ -308,7 +313,7 @@ def mutate(
         for row in report.verdicts:
             line = row.site.line.rpartition("/")[2]
             table.add_row(str(row.site), line, row.label, row.short or row.reason)
-        console.print(table, markup=False)
+        console.print(table)
         console.print(report.summary(), markup=False, highlight=False)
     if report.complaints:
         raise AssertionError("\n".join(report.complaints))

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 
@@ -53,6 +54,7 @@ FAST_SHARE = 3  # fast mode tries one site of so many
 WRAPS = 2  # times that every ring of slots begins anew
 EVENTS = 10_000_000  # of a model as it should be
 SLACK = 4  # a mutant may take so many times the events of the model as it should be
+SHORT, NAMED = 90, 2  # characters of a short detail, roles that it names in a deadlock
 _MODEL = str(Path(__file__).with_name("model"))
 
 Problem = Callable[[], tuple[Sequence[torch.Tensor], Sequence[str]]]
@@ -302,7 +304,7 @@ class _Sound:
         for text in findings:
             if not any(text.endswith(str(race)) for race in races):
                 kind = "unwritten" if "never written" in text else "leak"
-                caught.setdefault(kind, (text, text))
+                caught.setdefault(kind, (shorten(text, SHORT), text))
         kinds = tuple(kind for kind in CATCHES if kind in caught)
         return Verdict(site, kinds, *caught[kinds[0]]) if kinds else Verdict(site)
 
@@ -323,10 +325,12 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _in_short(kind: str, text: str) -> str:
-    """A fault without numbers: of a deadlock who waits where."""
+    """A fault in a few words: of a deadlock the first who wait, and where."""
     if kind != "deadlock":
-        return text
-    return ", ".join(f"{who} at {where}" for who, where in re.findall(r"(\S+) waits for (\S+)", text))
+        return shorten(text, SHORT)
+    stuck = [f"{who} at {where}" for who, where in re.findall(r"(\S+) waits for (\S+)", text)]
+    more = f" and {len(stuck) - NAMED} more" if len(stuck) > NAMED else ""
+    return ", ".join(stuck[:NAMED]) + more
 
 
 # ---- sites ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from flash_ladder.common.stage import Stage
 from typer.testing import CliRunner
 
 SMALL = ("--heads", "1", "--seqlen", "128", "--head-dim", "64")
-COMMANDS = ("doctor", "stages", "run", "facts", "compile", "diff", "pack", "verify")
+COMMANDS = ("doctor", "stages", "run", "facts", "compile", "diff", "pack", "verify", "mutate")
 
 
 @pytest.fixture
