@@ -309,11 +309,13 @@ def mutate(
     if as_json:
         print(json.dumps(report.as_dict(), indent=1))
     else:
-        table = _table("site", "line", "verdict", "who says so, or why", whole=3)
+        table = _table("site", "line", "verdict", "how it shows, or why not", whole=3)
+        files = {row.site.line.partition(":")[0] for row in report.verdicts}
         for row in report.verdicts:
-            line = row.site.line.rpartition("/")[2]
+            line = row.site.line.rpartition(":" if len(files) == 1 else "/")[2]
             table.add_row(str(row.site), line, row.label, row.short or row.reason)
         console.print(table)
+        console.print(f"Lines of {', '.join(sorted(files))}.", highlight=False)
         console.print(report.summary(), markup=False, highlight=False)
     if report.complaints:
         raise AssertionError("\n".join(report.complaints))

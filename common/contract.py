@@ -216,9 +216,7 @@ def check_model(stage: Stage, case: Case) -> list[numerics.Comparison]:
     return [verdict.check() for verdict in judge(problem, run.out, run.lse)]
 
 
-def check_mutation(
-    stage: Stage, fast: bool = True, head_dim: int | None = None
-) -> mutation.Report:
+def check_mutation(stage: Stage, fast: bool = True, head_dim: int | None = None) -> mutation.Report:
     """Every synchronisation deleted from the model is missed, or the stage says why it is not.
 
     fast: a third of them. head_dim: the envelope's last when None.

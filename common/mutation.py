@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 import sys
 import time
@@ -54,8 +55,9 @@ FAST_SHARE = 3  # fast mode tries one site of so many
 WRAPS = 2  # times that every ring of slots begins anew
 EVENTS = 10_000_000  # of a model as it should be
 SLACK = 4  # a mutant may take so many times the events of the model as it should be
-SHORT, NAMED = 90, 2  # characters of a short detail, roles that it names in a deadlock
-_MODEL = str(Path(__file__).with_name("model"))
+SHORT = 90  # characters of a short detail
+_STUCK = re.compile(r"(\S+) waits for (.+?) (?:\(|at )")
+_MODEL = f"{Path(__file__).with_name('model')}{os.sep}"
 
 Problem = Callable[[], tuple[Sequence[torch.Tensor], Sequence[str]]]
 
@@ -144,7 +146,7 @@ class Report:
     @property
     def complaints(self) -> list[str]:
         """What is wrong with the subject; empty when nothing is."""
-        survived = [f"{row.site} ({row.site.line}) survived" for row in self.unexplained]
+        survived = [f"{row.site.names[1]} ({row.site.line}) survived" for row in self.unexplained]
         return survived + [f"REDUNDANT {key!r} explains no survivor" for key in self.stale]
 
     def counts(self) -> dict[str, int]:
@@ -325,12 +327,11 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _in_short(kind: str, text: str) -> str:
-    """A fault in a few words: of a deadlock the first who wait, and where."""
+    """A fault in a few words: of a deadlock the first who waits, and where."""
     if kind != "deadlock":
         return shorten(text, SHORT)
-    stuck = [f"{who} at {where}" for who, where in re.findall(r"(\S+) waits for (\S+)", text)]
-    more = f" and {len(stuck) - NAMED} more" if len(stuck) > NAMED else ""
-    return ", ".join(stuck[:NAMED]) + more
+    (who, where), *others = _STUCK.findall(text)
+    return f"{who} at {where}" + (f", {len(others)} more" if others else "")
 
 
 # ---- sites ---------------------------------------------------------------------------------
@@ -353,7 +354,7 @@ def _means(key: str, site: Site) -> bool:
 
 
 def _third(sites: Sequence[Site]) -> list[Site]:
-    """One site of `FAST_SHARE`, chosen by name so that other sites coming and going matters little."""
+    """One site of `FAST_SHARE`, chosen by name: new sites hardly change which old ones are."""
     digest = lambda site: hashlib.sha256(site.names[1].encode()).digest()
     chosen = set(sorted(sites, key=digest)[: math.ceil(len(sites) / FAST_SHARE)])
     return [site for site in sites if site in chosen]
