@@ -20,7 +20,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -71,8 +71,9 @@ class Subject:
     """What is mutated.
 
     problems: by name, functions that build and run the model from scratch and give its outputs and
-    findings; redundant: why a site may be deleted, by "role verb barrier" or "role verb", either
-    with or without " in function"; `*` and `?` match as in file names.
+    findings; redundant: why a site may be deleted, by its name: "role verb barrier" (or "role
+    verb"), that and " in function", or where a function has several also " #2". `*` and `?` match
+    as in file names. A name must mean survivors only.
     """
 
     name: str
@@ -82,21 +83,31 @@ class Subject:
 
 @dataclass(frozen=True)
 class Site:
-    """A call of a verb that only orders; `barrier` without its slot, "" where there is none."""
+    """A call of a verb that only orders; `barrier` without its slot, "" where there is none.
+
+    number: which of its like (role, verb, barrier) it is in its function, from 1 on.
+    """
 
     role: str
     verb: str
     barrier: str
     line: str
     function: str
+    number: int = 1
 
     def __str__(self) -> str:
         return f"{self.role} {self.verb} {self.barrier}".rstrip()
 
     @property
-    def names(self) -> tuple[str, str]:
-        """What `Subject.redundant` may call it."""
-        return str(self), f"{self} in {self.function}"
+    def names(self) -> tuple[str, str, str]:
+        """What `Subject.redundant` may call it, the last without ambiguity."""
+        place = f"{self} in {self.function}"
+        return str(self), place, f"{place} #{self.number}"
+
+    @property
+    def identity(self) -> tuple[str, str, str, str]:
+        """What makes it the one that it is."""
+        return self.role, self.verb, self.barrier, self.line
 
 
 @dataclass(frozen=True)
@@ -129,13 +140,13 @@ class Verdict:
 class Report:
     """All verdicts on a subject; total: its sites, of which fast mode tries some.
 
-    stale: entries of `Subject.redundant` that explain no survivor (empty in fast mode).
+    wrong: what is wrong with `Subject.redundant` (empty in fast mode, which cannot tell).
     """
 
     name: str
     verdicts: tuple[Verdict, ...]
     total: int
-    stale: tuple[str, ...]
+    wrong: tuple[str, ...]
     seconds: float
 
     @property
@@ -146,8 +157,8 @@ class Report:
     @property
     def complaints(self) -> list[str]:
         """What is wrong with the subject; empty when nothing is."""
-        survived = [f"{row.site.names[1]} ({row.site.line}) survived" for row in self.unexplained]
-        return survived + [f"REDUNDANT {key!r} explains no survivor" for key in self.stale]
+        survived = [f"{row.site.names[2]} ({row.site.line}) survived" for row in self.unexplained]
+        return [*survived, *self.wrong]
 
     def counts(self) -> dict[str, int]:
         """Verdicts by label, in the order of `CATCHES`."""
@@ -201,13 +212,11 @@ def mutate(
     """
     start = time.perf_counter()
     sound = {name: _Sound(subject.name, name, run) for name, run in subject.problems.items()}
-    sites = list(dict.fromkeys(site for row in sound.values() for site in row.sites))
+    sites = _sites(sound.values())
     chosen = _third(sites) if fast else sites
     verdicts = tuple(_verdict(subject, sound, site) for site in progress(chosen))
-    explained = [row.site for row in verdicts if not row.caught]
-    stale = [key for key in subject.redundant if not any(_means(key, site) for site in explained)]
-    seconds = time.perf_counter() - start
-    return Report(subject.name, verdicts, len(sites), () if fast else tuple(stale), seconds)
+    wrong = () if fast else tuple(_wrong(subject.redundant, verdicts))
+    return Report(subject.name, verdicts, len(sites), wrong, time.perf_counter() - start)
 
 
 def stage_subject(stage: Stage, head_dim: int | None = None) -> Subject:
@@ -277,12 +286,11 @@ class _Sound:
             raise Unsound(f"{subject}, {name}: unsound unmutated: {'; '.join(findings)}")
         self.outputs = [x.clone() for x in outputs]
         self.limit = SLACK * budget.used
-        self.sites = [Site(*identity, function) for identity, function in found.items()]
+        self.functions: dict[tuple[str, str, str, str], str] = found
 
     def without(self, site: Site) -> Verdict:
         """Run with the site deleted; a verdict without kinds when nothing noticed."""
         orderings: list[Ordering] = []
-        wanted = (site.role, site.verb, site.barrier, site.line)
 
         def ordering():
             orderings.append(Ordering("practice"))
@@ -291,7 +299,9 @@ class _Sound:
         caught: dict[str, tuple[str, str]] = {}
         findings: Sequence[str] = ()
         try:
-            with observe(ordering, lambda *call: _identity(*call) == wanted, Budget(self.limit)):
+            with observe(
+                ordering, lambda *call: _identity(*call) == site.identity, Budget(self.limit)
+            ):
                 outputs, findings = self.run()
             if not all(map(_same, outputs, self.outputs)):
                 caught["numbers"] = ("the outputs differ", "the outputs differ from the model's")
@@ -314,7 +324,7 @@ class _Sound:
 def _verdict(subject: Subject, sound: Mapping[str, _Sound], site: Site) -> Verdict:
     """The first problem in which the deletion shows decides."""
     for name, row in sound.items():
-        if site in row.sites:
+        if site.identity in row.functions:
             found = row.without(site)
             if found.caught:
                 return Verdict(site, found.kinds, found.short, found.detail, name)
@@ -349,12 +359,39 @@ def _function() -> str:
     return frame.f_code.co_name
 
 
+def _sites(sound: Iterable[_Sound]) -> list[Site]:
+    """Every site of any problem, in the order in which they first ran, numbered by line."""
+    functions = {key: name for row in sound for key, name in row.functions.items()}
+    like: dict[tuple[str, ...], list[str]] = {}
+    for (*name, line), function in functions.items():
+        like.setdefault((*name, function), []).append(line)
+    for lines in like.values():
+        lines.sort(key=lambda line: (line.rpartition(":")[0], int(line.rpartition(":")[2])))
+    return [
+        Site(*key, function, 1 + like[(*key[:3], function)].index(key[3]))
+        for key, function in functions.items()
+    ]
+
+
+def _wrong(redundant: Mapping[str, str], verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Names that mean no survivor, or something else besides."""
+    for key in redundant:
+        meant = [row for row in verdicts if _means(key, row.site)]
+        if all(row.caught for row in meant):
+            yield f"REDUNDANT {key!r} explains no survivor"
+            continue
+        for row in meant:
+            if row.caught:
+                name = f"{row.site.names[2]} ({row.site.line})"
+                yield f"REDUNDANT {key!r} also means {name}, which is caught"
+
+
 def _means(key: str, site: Site) -> bool:
     return any(fnmatchcase(name, key) for name in site.names)
 
 
 def _third(sites: Sequence[Site]) -> list[Site]:
     """One site of `FAST_SHARE`, chosen by name: new sites hardly change which old ones are."""
-    digest = lambda site: hashlib.sha256(site.names[1].encode()).digest()
+    digest = lambda site: hashlib.sha256(site.names[2].encode()).digest()
     chosen = set(sorted(sites, key=digest)[: math.ceil(len(sites) / FAST_SHARE)])
     return [site for site in sites if site in chosen]

@@ -21,9 +21,9 @@ model_schedules = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(model_schedules)
 TILES = 2 * model_schedules.RING + 1  # key tiles, so that the ring begins anew twice and more
 REDUNDANT = {
-    "SOFTMAX? wait stats_empty? in softmax": "p_ready, which S(i) full implies, counts CORRECTION",
-    "SOFTMAX? fence_before in softmax": "nothing of tensor memory follows the one before p_ready",
-    "CORRECTION arrive stats_empty? in correction": "nobody waits for the last factors to be read",
+    "SOFTMAX? wait stats_empty? in softmax #1": "S is full after p_ready, which counts CORRECTION",
+    "SOFTMAX? fence_before in softmax #2": "S and P are done with before p_ready",
+    "CORRECTION arrive stats_empty? in correction #2": "nobody waits for the last to be read",
     "CORRECTION fence_before in correction": "dealloc is synchronous; wait::ld came before",
 }
 
@@ -119,7 +119,7 @@ def test_a_redundant_wait_is_reported():
     assert (str(row.site), row.site.function) == ("CORRECTION wait o_full0", "correction")
     assert row.label == "SURVIVED" and row.site.line.startswith("tests/test_mutation.py:")
     assert report.complaints == [
-        f"CORRECTION wait o_full0 in correction ({row.site.line}) survived"
+        f"CORRECTION wait o_full0 in correction #2 ({row.site.line}) survived"
     ]
     assert "1 SURVIVED" in report.summary()
 
@@ -128,9 +128,11 @@ def test_a_redundant_wait_is_reported():
 
 
 def test_reasons_are_matched_by_name_and_function(reference):
-    why = {row.site.names[1]: row.reason for row in reference.verdicts if row.reason}
-    assert why["SOFTMAX1 wait stats_empty1 in softmax"].startswith("p_ready")
-    assert "CORRECTION fence_before in rescale" not in why  # that one is caught
+    why = {row.site.names[2]: row.reason for row in reference.verdicts if row.reason}
+    assert why["SOFTMAX1 wait stats_empty1 in softmax #1"].startswith("S is full after p_ready")
+    assert "SOFTMAX1 wait stats_empty1 in softmax #2" not in why  # that one is caught
+    assert "CORRECTION fence_before in correction #1" in why
+    assert "CORRECTION fence_before in rescale #1" not in why
 
 
 def test_fast_mode_takes_a_third_always_the_same(reference):
@@ -244,8 +246,24 @@ def test_a_mutant_that_never_ends_is_stopped():
 def test_a_reason_that_explains_nothing_is_stale():
     report = mutate(_small(_give, _take, {"TAKE wait full": "caught, so it is not redundant"}))
     assert report.complaints == ["REDUNDANT 'TAKE wait full' explains no survivor"]
+    (wrong,) = mutate(_small(_give, _take, {"TAKE wait emtpy": "no such site"})).complaints
+    assert wrong == "REDUNDANT 'TAKE wait emtpy' explains no survivor"
     subject = _small(_give, _take, {"TAKE wait full": "fast mode cannot tell"})
     assert mutate(subject, fast=True).complaints == []
+
+
+def test_a_reason_must_not_cover_what_is_caught():
+    def late(role):
+        yield from role.latency("think", 200)
+        yield from role.wait("full", 0)
+        yield from role.wait("full", 0)
+
+    report = mutate(_small(_give, late, {"TAKE wait full in late #?": "either of the two"}))
+    assert report.complaints == [] and _labels(report)["TAKE wait full"] == {"redundant"}
+    assert sorted(row.site.number for row in report.verdicts if row.reason) == [1, 2]
+    (wrong,) = mutate(_small(_give, late, {"* full": "all of them"})).complaints
+    assert wrong.startswith("REDUNDANT '* full' also means GIVE arrive full in _give #1 (tests/")
+    assert wrong.endswith("), which is caught")
 
 
 def test_a_model_that_fails_unmutated_is_refused():
@@ -336,7 +354,7 @@ def test_stage_01_complete(stage, head_dim):
 
 def test_the_contract_wants_reasons(stage, monkeypatch):
     monkeypatch.setattr(stage.model, "REDUNDANT", {"COMPUTE sync kv_full": "because"})
-    with pytest.raises(AssertionError, match=r"kv_empty in compute \(.*model.py:\d+\) survived"):
+    with pytest.raises(AssertionError, match=r"kv_empty in compute #1 \(.*model.py:\d+\) survived"):
         contract.check_mutation(stage, fast=False)
 
 
@@ -371,7 +389,7 @@ def test_survivors_make_it_fail_and_are_listed(monkeypatch):
     code, out, complaint = _ladder("1")
     assert code == 1 and "SURVIVED" in out
     for barrier in ("kv_full", "kv_empty"):
-        assert f"COMPUTE sync {barrier} in compute (stages/01/model.py:" in complaint
+        assert f"COMPUTE sync {barrier} in compute #1 (stages/01/model.py:" in complaint
 
 
 def test_json_and_fast():
