@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 EXTRAS := dev,docs,hopper
 
-.PHONY: demo test docs lint clean
+.PHONY: demo test docs figures lint clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -20,6 +20,9 @@ test: $(READY) lint
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+figures: $(READY)
+	$(BIN)/python -m flash_ladder.common.figures
 
 lint: $(READY)
 	$(BIN)/ruff check --quiet .

@@ -127,8 +127,11 @@ def run(
     heads: Annotated[int, typer.Option(min=1)] = 4,
     seqlen: Annotated[int, typer.Option(min=1, help="Query and key length.")] = 512,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
-    dtype: Annotated[Dtype, typer.Option(help="Input dtype.")] = Dtype.bfloat16,
-    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Annotated[
+        Optional[Dtype],  # noqa: UP045
+        typer.Option(help="Input dtype; a 16-bit file's own, else bfloat16, when not given."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Results as JSON.")] = False,
 ) -> None:
     """The main job: compute a real attention problem by every means this machine has."""
@@ -136,7 +139,7 @@ def run(
 
     stage = stage or ladder.load(ladder.built()[-1])
     sizes = {"batch": batch, "heads": heads, "seqlen": seqlen, "head_dim": head_dim}
-    problem = mainjob.problem(qkv, generator, sizes, dtype.value, seed)
+    problem = mainjob.problem(qkv, generator, sizes, dtype and dtype.value, seed)
     silent = Console(quiet=True) if as_json else console
     result = mainjob.run(stage, problem, silent)
     if as_json:
@@ -195,9 +198,9 @@ def compile_command(
 ) -> None:
     """Compile one kernel and write its PTX and cubin."""
     from .compile import compile_stage
+    from .derived import refuse_causal
 
-    if causal:
-        raise ValueError(f"stage {stage.tag} has no causal mask (stage 08 brings it)")
+    refuse_causal(stage, causal)
     kernel = compile_stage(stage, arch=arch, dtype=dtype.value, head_dim=head_dim)
     out.mkdir(parents=True, exist_ok=True)
     for suffix in ("ptx", "cubin"):
@@ -276,6 +279,97 @@ def verify(
     console.print(f"evidence written to {path}", soft_wrap=True)
     if run["tests"]["failed"]:
         raise typer.Exit(1)
+
+
+MachineOption = Annotated[str, typer.Option(help="Whose figures: B200, H200 ...")]
+OutFile = Optional[pathlib.Path]  # noqa: UP045
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    errors.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+@clear_errors
+def model(
+    stage: StageArgument,
+    seqlen: Annotated[int, typer.Option(min=1, help="Query and key length.")] = 4096,
+    heads: Annotated[int, typer.Option(min=1)] = 16,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    causal: Annotated[bool, typer.Option("--causal", help="With the causal mask.")] = False,
+    machine: MachineOption = "B200",
+    settings: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--set", metavar="NAME=VALUE", help="Replace a figure of the machine."),
+    ] = None,
+    trace: Annotated[OutFile, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
+    svg: Annotated[OutFile, typer.Option(help="Write the timeline as a picture.")] = None,
+    html: Annotated[OutFile, typer.Option(help="Write an interactive timeline.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Results as JSON.")] = False,
+) -> None:
+    """Run a stage's schedule on the SM model: timeline, use of engines, derived TFLOP/s."""
+    from . import derived, timeline
+
+    if html:
+        timeline.require_altair()
+    on = derived.machine(machine, settings or ())
+    sizes = derived.Sizes(seqlen, heads, head_dim, causal)
+    with errors.status(f"running the SM model of stage {stage.tag} ..."):
+        report = derived.simulate(stage, on, sizes, settings or ())
+    if trace:
+        _write(trace, json.dumps(timeline.perfetto(report.run)))
+    if svg:
+        _write(svg, timeline.svg(report.run))
+    if html:
+        _write(html, timeline.page(report.run))
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=1))
+    else:
+        derived.print_report(report, console, _table)
+
+
+@app.command()
+@clear_errors
+def roofline(
+    tile_m: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Queries of a tile; 128, or 256 for a forward pair."),
+    ] = None,
+    tile_n: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Keys of a tile; 128, or 256 for a backward pair."),
+    ] = None,
+    head_dim: Annotated[int, typer.Option()] = 128,
+    backward: Annotated[bool, typer.Option("--backward", help="The backward pass.")] = False,
+    pair: Annotated[bool, typer.Option("--pair", help="A pair of CTAs (2-CTA MMAs).")] = False,
+    machine: MachineOption = "B200",
+    settings: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--set", metavar="NAME=VALUE", help="Replace a figure of the machine."),
+    ] = None,
+    svg: Annotated[OutFile, typer.Option(help="Write the plot with this tile's bound.")] = None,
+    html: Annotated[OutFile, typer.Option(help="Write the plot as an interactive page.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Results as JSON.")] = False,
+) -> None:
+    """Ceilings of a tile by the paper's formulas: tensor core, shared memory, exp."""
+    from . import derived, figures
+    from . import roofline as formulas
+
+    on = derived.machine(machine, settings or ())
+    tile = {"tile_m": tile_m, "tile_n": tile_n, "head_dim": head_dim}
+    given = {name: size for name, size in tile.items() if size is not None}
+    kernel = formulas.backward if backward else formulas.forward
+    found = kernel(**given, pair=pair, machine=on)
+    if svg:
+        _write(svg, figures.to_svg(formulas.chart(on, found)))
+    if html:
+        _write(html, formulas.chart(on, found).to_html(inline=True))
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=1))
+    else:
+        derived.print_roofline(found, console, _table)
 
 
 @app.command()

@@ -10,6 +10,7 @@ appear by an atomic rename, so processes may compile at the same time. Runs: hos
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -42,6 +43,10 @@ _LOCK = threading.Lock()  # the DSL traces one kernel at a time
 
 class DslMissing(RuntimeError):
     """The CuTe DSL is not installed, or does not exist for this system."""
+
+
+class CacheError(OSError):
+    """Compiled kernels cannot be kept; the message names the folder and how to change it."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,8 @@ def compile_stage(
     """Compile one configuration of a stage, or take it from memory or disk.
 
     Raises ValueError for an architecture, dtype or head dim that the stage does not have,
-    `PlanError` for resources that cannot work, `DslMissing` without the DSL.
+    `PlanError` for resources that cannot work, `DslMissing` without the DSL, `CacheError` when the
+    result cannot be kept.
     """
     key = CompileKey(stage.number, arch, dtype, head_dim)
     _check_key(stage, key)
@@ -226,22 +232,41 @@ def _read(key: CompileKey, folder: pathlib.Path) -> CompiledKernel | None:
 
 def _build_into(stage: Stage, key: CompileKey, folder: pathlib.Path) -> CompiledKernel:
     """Compile beside `folder` and rename, so that other processes see all of it or nothing."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = pathlib.Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = pathlib.Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
+    except OSError as error:
+        raise _cannot_write(folder.parent, error) from error
     try:
         built = _build(stage, key, scratch)
         for _ in range(2):
             try:
                 scratch.rename(folder)
-                break
-            except OSError:  # another process was first, or a damaged entry is in the way
+                return replace(built, folder=folder)
+            except OSError as error:  # another process was first, or a damaged entry is in the way
                 existing = _read(key, folder)
                 if existing:
                     return existing
-                shutil.rmtree(folder, ignore_errors=True)
-        return replace(built, folder=folder)
+                reason = error
+                _remove(folder)
+        raise _cannot_write(folder, reason)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _remove(path: pathlib.Path) -> None:
+    """Take away a file or a folder, as far as that is allowed."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _cannot_write(path: pathlib.Path, reason: OSError) -> CacheError:
+    words = reason.strerror or reason
+    return CacheError(
+        f"compiled kernels are kept on disk, and {path} cannot be written ({words}); name another "
+        "folder in the environment variable FLASH_LADDER_CACHE"
+    )
 
 
 def _build(stage: Stage, key: CompileKey, folder: pathlib.Path) -> CompiledKernel:

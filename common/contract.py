@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -131,6 +132,7 @@ def refusals(stage: Stage) -> dict[str, tuple[dict, type, str, str]]:
         "cpu tensors": (good, ValueError, "CUDA GPU", ""),
         "not a tensor": (_good(stage, q=[1.0]), TypeError, "q must be a torch.Tensor", ""),
         "sparse": (_good(stage, k=q.to_sparse()), TypeError, "k must be a dense", ""),
+        "nested": (_all(stage, _nested), TypeError, "q must be a dense", ""),
         "float32": (_all(stage, torch.Tensor.float), TypeError, "takes", "dtype"),
         "mixed dtypes": (_good(stage, v=q.half()), TypeError, "one dtype", ""),
         "rank 3": (_all(stage, lambda x: x[0]), ValueError, "(batch, seqlen, heads", ""),
@@ -164,6 +166,13 @@ def refusals(stage: Stage) -> dict[str, tuple[dict, type, str, str]]:
         wants = q.clone().requires_grad_()
         table["requires grad"] = (_good(stage, q=wants), ValueError, "no backward", "grad")
     return table
+
+
+def _nested(x: torch.Tensor) -> torch.Tensor:
+    """The same as sequences of their own lengths."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its nested tensors a prototype
+        return torch.nested.nested_tensor(list(x))
 
 
 def _unaligned_rows(x: torch.Tensor) -> torch.Tensor:

@@ -67,8 +67,9 @@ def _check_tensors(stage: Stage, named: dict) -> None:
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense (strided) tensor; got {tensor.layout}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "a nested one" if tensor.is_nested else tensor.layout
+            raise TypeError(f"{name} must be a dense (strided) tensor; got {kind}")
     given = {name: dtype_name(tensor.dtype) for name, tensor in named.items()}
     allowed = stage.config.ENVELOPE.dtypes
     for name, dtype in given.items():

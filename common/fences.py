@@ -32,6 +32,7 @@ ATTRIBUTES = {  # fence: required and optional attributes
     "config-table": (("stage", "head_dim", "table"), ()),
     "roles": (("stage", "head_dim"), ()),
     "results": (("stage",), ()),
+    "timeline": (("stage", "head_dim"), ("machine",)),
     "ladder": ((), ()),
 }
 NOT_EXECUTED = "Not yet executed on hardware."
@@ -370,6 +371,13 @@ def _source_of(run: dict) -> str:
     return ", ".join(parts)
 
 
+def _compiler_of(run: dict) -> str:
+    """What the mark of a number says that was read in compiled code, not measured on the GPU."""
+    target, dsl = run.get("target", "an unknown target"), run.get("dsl", "unknown")
+    when = run.get("date", "no date")
+    return f"machine code compiled for {target} with nvidia-cutlass-dsl {dsl}, {when}"
+
+
 RESULT_HEADINGS = [
     "date",
     "GPU",
@@ -404,14 +412,14 @@ def _kernel_row(run: dict, kernel: dict) -> list[str]:
         html.escape(run.get("gpu", "-")),
         html.escape(f"{mode}, {run.get('target', '-')}"),
         _code(kernel.get("key", "-")),
-        marked(kernel.get("registers"), "M", source),
+        marked(kernel.get("registers"), "M", _compiler_of(run)),
         marked(kernel.get("cases"), "M", source),
         marked(kernel.get("failed"), "M", source),
         html.escape(", ".join(compared) or "-"),
         marked(own, "M", source),
         marked(base, "M", source),
         marked(ratio, "D", "error / torch's error, same inputs and precision"),
-        marked(worst.get("limit"), "D", "tolerance rule of common.contract"),
+        marked(worst.get("limit"), "D", "tolerance rule of common.numerics"),
     ]
 
 
@@ -452,6 +460,28 @@ def results(source, language, css_class, options, md, **kwargs) -> str:
     table = _table(RESULT_HEADINGS, rows, caption) if rows else ""
     lines = [line for run in runs for line in (_tests_line(run), *_timing_lines(run))]
     return "\n".join([table, *lines])
+
+
+# --- timeline -----------------------------------------------------------------------------------
+
+
+def timeline(source, language, css_class, options, md, **kwargs) -> str:
+    """Fence `timeline stage= head_dim= [machine=]`: one CTA of a small problem on the SM model."""
+    from . import derived
+    from . import timeline as drawing
+
+    number, head_dim, _ = _plan(options)
+    try:
+        machine = derived.machine(options.get("machine", "B200"))
+    except ValueError as error:
+        raise FenceError(f"fence timeline: {error}") from error
+    run = derived.small_run(flash_ladder.load(number), machine, head_dim)
+    picture = drawing.svg(run, background=False)
+    detail = f"SM model of stage {number:02d}, one CTA alone on its SM; figures of {machine.name}, "
+    detail += "with their sources, in common/model/machine.py"
+    caption = f"one CTA, {derived.SMALL_KEYS} keys, head dim {head_dim}: cycles by role and engine"
+    caption = f'<p class="fl-caption">{caption} {mark("D", detail)}</p>'
+    return f'<div class="fl-timeline">\n{caption}\n{picture}</div>'
 
 
 # --- ladder -------------------------------------------------------------------------------------

@@ -133,6 +133,8 @@ def make(
         raise ValueError(f"batch {batch}, seqlen_q {seqlen_q}, seqlen_k {seqlen_k}: 0 or more")
     if heads < 1 or heads_kv < 1 or heads % heads_kv:
         raise ValueError(f"heads is {heads}, heads_kv {heads_kv}; need a positive multiple")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; allowed: 0 or more")
     if head_dim < 8 or head_dim % 8:
         raise ValueError(f"head_dim is {head_dim}; allowed: positive multiples of 8")
     generator = GENERATORS[name]
@@ -195,7 +197,7 @@ def load_qkv(
 
     The file holds q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv) and optionally
     dout (b, sq, h, dv); without it, dout is Gaussian with seed 0. All floating point;
-    dtype=None keeps theirs, which must then be one and the same.
+    dtype=None keeps theirs, which must then be one and the same. What requires grad is detached.
 
     Returns Problem, named after the file. Raises FileNotFoundError, ImportError (safetensors not
     installed), TypeError (not tensors, not floating point, mixed dtypes) or ValueError (unknown
@@ -212,14 +214,14 @@ def load_qkv(
     except (TypeError, ImportError):
         raise
     except Exception as wrong:  # each reader has errors of its own
-        reason = str(wrong).partition("\n")[0]
+        reason = str(wrong).partition("\n")[0] or type(wrong).__name__
         raise ValueError(f"{path.name} cannot be read as {path.suffix}: {reason}") from wrong
     _check_loaded(path.name, found, dtype)
     dtype = found["q"].dtype if dtype is None else dtype
     if "dout" not in found:
         shape = (*found["q"].shape[:3], found["v"].shape[3])
         found["dout"] = torch.from_numpy(_normal(np.random.default_rng(0), *shape))
-    tensors = [found[key].to(dtype).to(device) for key in ("q", "k", "v", "dout")]
+    tensors = [found[key].detach().to(dtype).to(device) for key in ("q", "k", "v", "dout")]
     return Problem(*tensors, name=path.stem)
 
 

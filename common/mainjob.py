@@ -56,14 +56,18 @@ class Result:
 
 
 def problem(
-    qkv: pathlib.Path | None, generator: str, sizes: dict[str, int], dtype: str, seed: int
+    qkv: pathlib.Path | None, generator: str, sizes: dict[str, int], dtype: str | None, seed: int
 ) -> inputs.Problem:
-    """The user's own tensors, or generated ones of the sizes given."""
+    """The user's own tensors, or generated ones of the sizes given.
+
+    Without a dtype, a file of 16-bit tensors keeps its own; everything else becomes bfloat16.
+    """
+    wanted = getattr(torch, dtype or "bfloat16")
     if qkv is not None:
-        loaded = inputs.load_qkv(qkv)
+        loaded = inputs.load_qkv(qkv, dtype=wanted if dtype else None)
         if loaded.q.dtype in (torch.float16, torch.bfloat16):
             return loaded
-        return inputs.load_qkv(qkv, dtype=getattr(torch, dtype))
+        return inputs.load_qkv(qkv, dtype=wanted)
     return inputs.make(
         generator,
         batch=sizes["batch"],
@@ -71,7 +75,7 @@ def problem(
         seqlen_k=sizes["seqlen"],
         heads=sizes["heads"],
         head_dim=sizes["head_dim"],
-        dtype=getattr(torch, dtype),
+        dtype=wanted,
         seed=seed,
     )
 

@@ -125,7 +125,7 @@ class Ordering:
         if kind == "mma":
             thread.running.append(strand)
         elif kind not in COPIES:
-            thread.outstanding[kind].append(strand)
+            thread.outstanding[kind][name] = strand
         return name
 
     # ---- accesses --------------------------------------------------------------------------
@@ -216,12 +216,12 @@ class Ordering:
                 self._wait_own(thread, store, reads_only=kind == "bulk.wait.read")
 
     def _wait_own(self, thread: Thread, kind: str, reads_only: bool = False) -> None:
-        strands = thread.outstanding[kind]
+        strands = list(thread.outstanding[kind].values())
         for strand in strands:
             strand.done(thread.index, thread.tick, reads_only)
         if not reads_only:
             self._end(strands)
-            thread.outstanding[kind] = []
+            thread.outstanding[kind].clear()
 
     def feeds(self, load: str, op: str, line: str) -> None:
         """A tcgen05.st that its thread issues next uses the registers of `load`: it has ended.
@@ -244,7 +244,7 @@ class Ordering:
     def _finish(self, strand: Strand, reads_only: bool = False) -> None:
         strand.done(strand.thread.index, strand.thread.step(), reads_only)
         if not reads_only:
-            strand.thread.outstanding[strand.kind].remove(strand)
+            del strand.thread.outstanding[strand.kind][strand.name]
             self._end([strand])
 
     # ---- between threads -------------------------------------------------------------------

@@ -94,7 +94,7 @@ class Thread:
         self.fenced = Message()  # released by relaxed arrives: as of the last fence.acq_rel
         self.deferred = Message()  # acquired by relaxed waits: counts from the next fence.acq_rel
         self.issued: dict[str, int] = {}  # strands so far, by kind
-        self.outstanding: dict[str, list[Strand]] = {kind: [] for kind in KINDS}
+        self.outstanding: dict[str, dict[str, Strand]] = {kind: {} for kind in KINDS}  # by name
         self.running: deque[Strand] = deque()  # MMAs nobody knows to be done
         self.committed = 0  # MMAs covered by a commit
         self.known_mma: dict[int, Prefix] = {}  # thread index -> what it knows of these MMAs

@@ -110,10 +110,12 @@ def sentence(a: Access, b: Access, missing: str, cells: Intervals) -> str:
 
 def _cure(a: Access, b: Access, missing: str) -> str:
     doer, after = a.thread.name, b.thread.name
-    signalled = a.strand.barriers if a.strand else []
-    where = f" on {' or '.join(signalled)}" if signalled else ""
+    signalled = " or ".join(a.strand.barriers) if a.strand else ""
+    unseen = f"{after} waits for no barrier on which {doer} arrives after that"
+    if signalled:
+        unseen = f"{after} does not wait for its end on {signalled}"
     return {
-        "wait": f"{after} waits for no barrier{where} on which {a.op} is signalled",
+        "wait": unseen,
         "wait::ld": f"wait::ld is missing between it and the release by {doer}",
         "wait::st": f"wait::st is missing between it and the release by {doer}",
         "commit": f"tcgen05.commit by {doer}, and a wait for it, is missing",
@@ -125,6 +127,7 @@ def _cure(a: Access, b: Access, missing: str) -> str:
         "bulk.wait.read": f"a bulk wait_group.read by {doer} is missing before its release",
         "bulk fence": f"fence.proxy.async is missing after {doer}'s wait_group or after "
         f"{after}'s acquire",
-        "copy": f"{after} has to wait for the barrier{where} that counts the bytes",
+        "copy": f"{after} does not wait where the bytes are counted"
+        + (f", on {signalled}" if signalled else ""),
         "A1": "only rule A1 orders these two MMAs (they differ in accumulator or shape)",
     }[missing]

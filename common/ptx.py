@@ -98,6 +98,7 @@ class Program:
 _LINE_DIRECTIVE = re.compile(r"\.(version|target|address_size|file|loc|b8|b16|b32|b64)\b")
 _LINKAGE = re.compile(r"\.(visible|extern|weak|common)\b\s*")
 _FUNCTION = re.compile(r"\.(entry|func)\b")
+_GUARD = re.compile(r"@ ?(!?) ?(\S+) ")
 _LABEL = re.compile(r"[\w$%.]+")
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/|::|[\n;{}:]|[^\n;{}:"/]+|.', re.DOTALL)
 
@@ -175,9 +176,10 @@ class _Reader:
         elif _LINKAGE.match(text) or text.startswith("."):
             self._directive(text)
         else:
-            guard, _, rest = text.partition(" ") if text.startswith("@") else ("", "", text)
-            opcode, _, operands = rest.partition(" ")
-            self._emit(opcode, split_operands(operands), text, guard[1:] or None)
+            guard = _GUARD.match(text)
+            opcode, _, operands = text[guard.end() if guard else 0 :].partition(" ")
+            predicate = guard[1] + guard[2] if guard else None
+            self._emit(opcode, split_operands(operands), text, predicate)
 
     def _directive(self, text: str):
         body = text

@@ -44,19 +44,20 @@ class ToolFailed(RuntimeError):
 def find_tool(name: str) -> str:
     """Return the path of `nvdisasm`, `cuobjdump` or `ptxas`.
 
-    Looks on PATH, in the pip wheels of this interpreter, then in CUDA_HOME (or /usr/local/cuda).
-    Raises MissingTool.
+    Looks in the pip wheels of this interpreter, whose version is known to read sm_100 code, then on
+    PATH, then in CUDA_HOME (or /usr/local/cuda). Raises MissingTool.
     """
-    places = [shutil.which(name) or ""]
+    places = []
     for folder in sys.path:
         places += sorted(glob.glob(os.path.join(folder, "nvidia", "*", "bin", name)), reverse=True)
+    places.append(shutil.which(name) or "")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     places.append(os.path.join(home, "bin", name))
     for place in places:
         if place and os.access(place, os.X_OK):
             return place
     package = _PACKAGES.get(name, "the CUDA toolkit")
-    raise MissingTool(f"{name} not found on PATH, in pip wheels or in CUDA_HOME: install {package}")
+    raise MissingTool(f"{name} not found in pip wheels, on PATH or in CUDA_HOME: install {package}")
 
 
 def _run(name: str, *arguments: str) -> str:

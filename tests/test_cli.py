@@ -2,6 +2,7 @@
 """The command line: what it prints, and exit codes 0 (fine), 1 (failed), 2 (bad arguments)."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,19 @@ from flash_ladder.common.stage import Stage
 from typer.testing import CliRunner
 
 SMALL = ("--heads", "1", "--seqlen", "128", "--head-dim", "64")
-COMMANDS = ("doctor", "stages", "run", "facts", "compile", "diff", "pack", "verify", "mutate")
+COMMANDS = (
+    "doctor",
+    "stages",
+    "run",
+    "facts",
+    "compile",
+    "diff",
+    "pack",
+    "verify",
+    "model",
+    "roofline",
+    "mutate",
+)
 
 
 @pytest.fixture
@@ -159,6 +172,23 @@ def test_run_takes_tensors_from_a_file(ladder, no_gpu, tmp_path, suffix):
     assert ("fp16" if suffix == "pt" else "bf16") in found["shape"]
 
 
+def test_the_dtype_asked_for_is_that_of_the_file_or_made_of_it(ladder, no_gpu, tmp_path):
+    path = tmp_path / "mixed.pt"
+    tensors = {name: torch.randn(1, 128, 1, 64).half() for name in "qkv"}
+    torch.save({**tensors, "k": tensors["k"].float()}, path)
+    _refused(ladder("run", "--qkv", str(path)), "mixes dtypes")
+    assert "d64 fp16" in ladder("run", "--qkv", str(path), "--dtype", "float16")[1]
+    torch.save(tensors, path)
+    assert "d64 fp16" in ladder("run", "--qkv", str(path))[1]
+    assert "d64 bf16" in ladder("run", "--qkv", str(path), "--dtype", "bfloat16")[1]
+
+
+def test_tensors_of_a_file_may_require_grad(ladder, no_gpu, tmp_path):
+    path = tmp_path / "parameters.pt"
+    torch.save({name: torch.randn(1, 128, 1, 64, requires_grad=True) for name in "qkv"}, path)
+    assert ladder("run", "--qkv", str(path))[0] == 0
+
+
 def test_a_wrong_result_is_exit_code_1(ladder, no_gpu, stage, monkeypatch):
     right = stage.model.online_softmax_step
     wrong = lambda s, row_max, row_sum, scale: right(s, row_max, row_sum, scale * 1.1)
@@ -174,6 +204,7 @@ def test_a_wrong_result_is_exit_code_1(ladder, no_gpu, stage, monkeypatch):
     [
         (("--seqlen", "100"), "positive multiple of 128; got 100 (stage 08 lifts this)"),
         (("--seqlen", "0"), "greater than or equal to 1"),
+        (("--seed", "-1"), "greater than or equal to 0"),
         (("--heads", "-1"), "greater than or equal to 1"),
         (("--head-dim", "96"), "head dim 64 or 128; got 96 (stage 10 lifts this)"),
         (("--head-dim", "4"), "head_dim is 4"),
@@ -215,10 +246,116 @@ def test_a_file_with_other_shapes_is_refused(ladder, tmp_path, shapes, words):
     _refused(ladder("run", "--qkv", str(path)), words)
 
 
+# ---- model, roofline -----------------------------------------------------------------------
+
+SHORT = ("--seqlen", "256", "--heads", "2")
+
+
+def test_model_prints_engines_cycles_and_a_derived_time(ladder):
+    code, out, _ = ladder("model", "1", *SHORT)
+    assert code == 0
+    for word in ("Stage 01 on the SM model, B200 figures", "busy (derived)", "smem", "Assumed:"):
+        assert word in out
+    assert "TFLOP/s (derived, not measured)" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out
+
+
+def test_model_gives_json(ladder):
+    code, out, _ = ladder("model", "1", *SHORT, "--json", "--set", "mufu=32", "--set", "sms=1")
+    found = json.loads(out)
+    assert code == 0 and found["settings"] == ["mufu=32", "sms=1"]
+    assert found["derived"]["ctas"] == 4 and found["derived"]["balance"] == 1
+    assert found["derived"]["cycles"] == pytest.approx(4 * found["derived"]["cycles_of_the_cta"])
+    plain = json.loads(ladder("model", "1", *SHORT, "--json")[1])["derived"]
+    assert found["derived"]["utilisation"]["mufu"] < 0.6 * plain["utilisation"]["mufu"]
+
+
+def test_model_takes_long_problems(ladder):
+    code, out, _ = ladder("model", "1", "--seqlen", "1048576", "--heads", "128", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["derived"]["ctas"] == 128 * 8192
+    assert found["simulated"] == {"rows": 128, "keys": 1024}
+
+
+def test_model_writes_trace_and_pictures(ladder, tmp_path):
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
+    files = {name: tmp_path / "new" / f"t.{name}" for name in ("trace", "svg", "html")}
+    options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    code, out, said = ladder("model", "1", *SHORT, "--machine", "H200", "--json", *options)
+    assert code == 0 and json.loads(out)["machine"] == "H200"
+    assert all(f"wrote {path}" in said for path in files.values())
+    assert json.loads(files["trace"].read_text())["otherData"]["machine"] == "H200"
+    assert files["svg"].read_text().startswith("<svg") and "vega" in files["html"].read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--causal",), "stage 01 has no causal mask (stage 08 brings it)"),
+        (("--seqlen", "100"), "positive multiple of 128; got 100 (stage 08 lifts this)"),
+        (("--seqlen", "1000"), "positive multiple of 128; got 1000 (stage 08 lifts this)"),
+        (("--seqlen", "0"), "greater than or equal to 1"),
+        (("--head-dim", "96"), "head dim 64 or 128; got 96 (stage 10 lifts this)"),
+        (("--machine", "A100"), "no machine 'A100'; allowed: B200, "),
+        (("--set", "mufu"), "--set takes NAME=VALUE, such as mufu=32; got 'mufu'"),
+        (("--set", "mufu=many"), "--set mufu: 'many' is not a number"),
+        (("--set", "mufu=0"), "mufu must be a positive number; got 0"),
+        (("--set", "mufu=nan"), "mufu must be a positive number; got nan"),
+        (("--set", "sms=1.5"), "--set sms: must be a whole number; got 1.5"),
+        (("--set", "speed=1"), "B200 has no figure 'speed'"),
+    ],
+)
+def test_bad_options_of_model_are_refused(ladder, arguments, words):
+    _refused(ladder("model", "1", *arguments), words)
+
+
+def test_a_missing_altair_is_exit_code_1(ladder, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "altair", None)
+    code, out, complaint = ladder("model", "1", "--html", str(tmp_path / "t.html"))
+    assert code == 1 and not out and "needs altair: pip install" in complaint
+    code, _, _ = ladder("model", "1", *SHORT, "--svg", str(tmp_path / "t.svg"))
+    assert code == 0 and (tmp_path / "t.svg").is_file()
+
+
+def test_roofline_prints_table_3(ladder):
+    code, out, _ = ladder("roofline", "--backward", "--pair")
+    assert code == 0
+    for word in ("2,560", "2,688", "1,536", "384", "1,024", "(derived)", "nothing was measured"):
+        assert word in out
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out
+
+
+def test_roofline_gives_json_and_pictures(ladder, tmp_path):
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
+    files = [tmp_path / "new" / name for name in ("r.svg", "r.html")]
+    options = ("--svg", str(files[0]), "--html", str(files[1]), "--json")
+    code, out, _ = ladder("roofline", "--tile-m", "256", "--set", "mufu=32", *options)
+    cycles = json.loads(out)["derived"]["cycles_per_cta"]
+    assert code == 0 and cycles == {"mma": 2048, "smem": 1536, "exp": 1024}
+    assert "not measured" in files[0].read_text() and "not measured" in files[1].read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--tile-m", "0"), "tile_m must be a positive multiple of 16; got 0"),
+        (("--tile-m", "64"), "tile_m must be a multiple of 128"),
+        (("--head-dim", "100"), "head_dim must be a positive multiple of 16; got 100"),
+        (("--tile-n", "x"), "Invalid value for '--tile-n'"),
+        (("--machine", "H200"), "H200 has no tensor memory"),
+        (("--machine", "x"), "no machine 'x'"),
+    ],
+)
+def test_bad_options_of_roofline_are_refused(ladder, arguments, words):
+    _refused(ladder("roofline", *arguments), words)
+
+
 # ---- stage numbers -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["run", "facts", "compile", "verify", "diff"])
+@pytest.mark.parametrize("command", ["run", "facts", "compile", "verify", "diff", "model"])
 @pytest.mark.parametrize(
     ("number", "words"),
     [
@@ -235,7 +372,7 @@ def test_bad_stage_numbers_are_refused(ladder, command, number, words):
     _refused(ladder(command, *arguments), words)
 
 
-@pytest.mark.parametrize("command", ["facts", "compile", "verify", "diff"])
+@pytest.mark.parametrize("command", ["facts", "compile", "verify", "diff", "model"])
 def test_a_missing_stage_number_is_refused(ladder, command):
     _refused(ladder(command), "Missing argument")
 

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import shutil
 
 import pytest
 from flash_ladder.common import compile as compiling
@@ -269,8 +270,9 @@ def test_another_configuration_is_another_entry(stage, fake, tmp_path):
         lambda folder: (folder / "entry.json").write_text('{"sha256": {}}'),
         lambda folder: (folder / "entry.json").unlink(),
         lambda folder: [path.unlink() for path in folder.iterdir()],
+        lambda folder: (shutil.rmtree(folder), folder.write_text("a file in the way")),
     ],
-    ids=["bytes", "file", "json", "list", "fields", "entry", "empty"],
+    ids=["bytes", "file", "json", "list", "fields", "entry", "empty", "no folder"],
 )
 def test_a_damaged_entry_is_compiled_again(stage, fake, tmp_path, damage):
     folder = compile_stage(stage).folder
@@ -296,7 +298,17 @@ def test_a_failed_compile_leaves_nothing(stage, fake, tmp_path, monkeypatch):
 
 def test_a_cache_that_cannot_be_written_is_an_error(stage, fake, tmp_path):
     (tmp_path / "cache").write_text("a file in the way")
-    with pytest.raises(OSError, match="cache"):
+    with pytest.raises(
+        compiling.CacheError, match=r"/cache cannot be written .*FLASH_LADDER_CACHE"
+    ):
+        compile_stage(stage)
+
+
+def test_a_damaged_entry_that_cannot_be_removed_is_an_error(stage, fake, monkeypatch):
+    (compile_stage(stage).folder / "kernel.o").unlink()
+    _forget()
+    monkeypatch.setattr(compiling, "_remove", lambda path: None)  # as in another user's cache
+    with pytest.raises(compiling.CacheError, match=r"-d128-.* cannot be written"):
         compile_stage(stage)
 
 

@@ -22,6 +22,7 @@ RUN = {
     "kernels": [
         {
             "key": "bf16-d128",
+            "registers": 250,
             "cases": 60,
             "failed": 0,
             "worst": {
@@ -294,6 +295,8 @@ def test_results_mark_every_number(pair):
     page = fence('results stage="01"')
     source = "measured: NVIDIA H200, driver 580.159.04, 2026-11-29, flash-ladder verify 1"
     measured = f'<abbr class="fl-mark" title="{source}">M</abbr>'
+    assert re.search(r'<td>250 <abbr [^>]*"measured: machine code compiled for sm_90a with', page)
+    assert "tolerance rule of common.numerics" in page
     for number in ("60", "0", "0.00125", "0.0025"):
         assert f"<td>{number} {measured}</td>" in page
     assert re.search(r"<td>0\.5 <abbr [^>]*>D</abbr></td>", page)  # own error / torch's
@@ -315,6 +318,23 @@ def test_unreadable_evidence_ends_the_build(pair):
     (pair[0] / "evidence.json").write_text("[1, ")
     with pytest.raises(fences.FenceError, match=r"stages/01/evidence\.json cannot be read"):
         fence('results stage="01"')
+
+
+def test_timeline_of_stage_01_is_marked_as_derived():
+    page = fence('timeline stage="01" head_dim="64" machine="H200"')
+    assert page.count("<svg") == 1 and "mma_qk, key tile 0: COMPUTE on smem" in page
+    assert ">D</abbr>" in page and "SM model of stage 01" in page and "figures of H200" in page
+    assert "not measured" in page and "the bare file" not in page
+
+
+def test_timeline_errors_end_the_build():
+    for head, words in (
+        ('stage="01" head_dim="96"', "is outside stage 01"),
+        ('stage="01" head_dim="64" machine="A100"', "fence timeline: no machine 'A100'"),
+        ('stage="01"', "missing"),
+    ):
+        with pytest.raises(fences.FenceError, match=words):
+            fence(f"timeline {head}")
 
 
 def test_ladder_names_every_stage_and_its_status(pair, monkeypatch):

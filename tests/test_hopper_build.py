@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects that run on Hopper, built without a GPU: what they hold and where they come from."""
 
+import concurrent.futures
+import dataclasses
 import re
+import time
 
 import pytest
 from flash_ladder.common.compile import CompileKey, compile_stage
@@ -92,6 +95,33 @@ def test_artefacts_are_found_by_the_environment(packed, monkeypatch, tmp_path):
     assert run.packed_folder(CompileKey(1, "sm_100a", "float16", 128)) is None
 
 
+def test_object_of_another_rewriter_is_refused(packed):
+    assert run.loaded(packed, 0).ptx == packed.ptx
+    with pytest.raises(ValueError, match="pack it again"):
+        run.loaded(dataclasses.replace(packed, rewriter_sha256="other"), 0)
+
+
+def test_launches_of_several_threads_take_turns(monkeypatch):
+    """A reset would free the slots of a kernel that another thread has running."""
+    running = []
+
+    class Engine:
+        def reset(self):
+            running.append(1)
+
+        def check(self, ptx):
+            assert running == [1]
+            running.pop()
+
+    monkeypatch.setattr(run, "session", lambda index: Engine())
+    monkeypatch.setattr(run.torch.cuda, "synchronize", lambda index: time.sleep(0.01))
+    kernel = run.HopperKernel(None, 0)
+    kernel.__dict__.update(ptx="", _launch=lambda: None)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(kernel.function) for _ in range(8)]:
+            done.result()
+
+
 def test_launches_are_as_before_afterwards():
     from cutlass.base_dsl.dsl import BaseDSL
 
@@ -109,3 +139,10 @@ def test_ptx_that_does_not_assemble_is_an_error():
         pytest.skip(str(missing))
     with pytest.raises(RuntimeError, match="ptxas refused"):
         building.assemble(".version 8.0\n.target sm_90a\n.address_size 64\nnonsense;\n")
+
+
+def test_an_artefact_of_other_sources_is_refused(packed, stage, monkeypatch):
+    assert run._read_packed(stage, packed.folder).ptx_sha256 == packed.ptx_sha256
+    monkeypatch.setattr(run, "sources", lambda stage: {"01/kernel": b"changed"})
+    with pytest.raises(ValueError, match="packed from other sources"):
+        run._read_packed(stage, packed.folder)

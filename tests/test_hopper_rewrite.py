@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewriting PTX for sm_90a: what passes, what is lowered, what is refused. No GPU."""
 
+import pathlib
 import re
 import subprocess
 
@@ -106,20 +107,30 @@ LOWERED = {
     ".mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, 0}], [%r6+16];",
     "bulk": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
     "[%r1], [%rd1+256], %r3, [%r6];",
+    "bulk hinted": "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+    "[%r1], [%rd1], 4096, [%r6], %rd2;",
     "wait": "mbarrier.try_wait.parity.shared.b64 %p1, [%r1+8], %r2, 10000000;",
     "wait guarded": "@%p2 mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2;",
+    "wait for token": "mbarrier.try_wait.shared.b64 %p1, [%r1+-8], %rd1, %r2;",
+    "wait relaxed": "@%p1 mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 "
+    "%p1, [%r1+0x10], 1, %r2;",
+    "test wait": "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 %p1, [smem+8], %r2;",
+    "commit to a symbol": "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 "
+    "[smem+8];",
     "try cancel": "clusterlaunchcontrol.try_cancel.async.shared::cta"
     ".mbarrier::complete_tx::bytes.b128 [%r1], [%r2+8];",
     "try cancel for all": "@%p1 clusterlaunchcontrol.try_cancel.async.shared::cta"
     ".mbarrier::complete_tx::bytes.multicast::cluster::all.b128 [%r1], [%r2];",
     "is canceled": "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p1, %q1;",
     "first cta": "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 "
-    "{%r1, %r2, %r3, %r4}, %q1;",
+    "{%r1, %r2, %r3, _}, %q1;",
     "cluster arrive": "barrier.cluster.arrive.relaxed.aligned;",
     "cluster wait": "barrier.cluster.wait.acquire;",
     "setmaxnreg": "setmaxnreg.inc.sync.aligned.u32 192;",
     "launch dependents": "griddepcontrol.launch_dependents;",
     "barrier of all": "bar.sync 1;",
+    "reduction of all": "@%p1 barrier.cta.red.popc.aligned.u32 %r1, %r2, !%p2;",
+    "ntid as 64 bits": "cvt.u64.u32 %rd1, %ntid.x;",
     "fma2": "fma.rn.f32x2 %rd1, %rd2, %rd3, %rd4;",
     "add2 down": "add.rm.ftz.f32x2 %rd1, %rd2, %rd3;",
     "mul2": "mul.f32x2 %rd1, %rd2, %rd2;",
@@ -127,6 +138,7 @@ LOWERED = {
     "mixed fma": "fma.rn.f32.bf16 %f1, %h1, %h2, %f3;",
     "mixed add": "add.f32.f16 %f1, %h1, %f3;",
     "load 256 bits": f"ld.global.v8.b32 {registers(8)}, [%rd1+32];",
+    "relaxed load": f"ld.relaxed.gpu.global.v8.b32 {registers(8)}, [%rd1+-32];",
     "load over own address": "ld.global.v4.b64 {%rd1, %rd2, %rd3, %rd4}, [%rd1];",
     "store 256 bits": "@!%p1 st.global.v4.b64 [%rd1], {%rd2, %rd3, %rd4, %rd5};",
 }
@@ -137,7 +149,7 @@ def test_lowering_assembles(name, tmp_path):
     text = rewrite(kernel(LOWERED[name]), declarations())
     opcode = next(word for word in LOWERED[name].rstrip(";").split() if not word.startswith("@"))
     code = "\n".join(line for line in text.splitlines() if not line.startswith("//"))
-    if not opcode.startswith(("mbarrier", "bar", "max", "setmaxnreg")):
+    if not opcode.startswith(("mbarrier", "bar", "max", "setmaxnreg", "cvt")):
         assert not re.search(rf"(?m)^(@\S+ )?{re.escape(opcode)}[ ;]", code), "still there"
     assembled(text, tmp_path)
 
@@ -147,6 +159,12 @@ NATIVE = (
     "mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r1], %r2;",
     "elect.sync %r3|%p1, -1;",
     "bar.sync 2, 64;",
+    "bar.red.and.pred %p1, 2, 64, %p2;",
+    "barrier.cta.arrive.aligned %r1, 64;",
+    "bar.warp.sync -1;",
+    "red.global.add.noftz.bf16x2 [%rd1], %r1;",
+    "atom.global.v8.bf16.add.noftz {%h1, %h2, %h3, %h1, %h2, %h3, %h1, %h2}, [%rd1], "
+    "{%h1, %h2, %h3, %h1, %h2, %h3, %h1, %h2};",
     "cp.async.bulk.commit_group;",
     "cp.async.bulk.wait_group.read 0;",
     "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group.L2::cache_hint "
@@ -176,10 +194,25 @@ REFUSED = {
     "wrong register count": "tcgen05.ld.sync.aligned.32x32b.x4.b32 {%r8, %r9}, [%r1];",
     "multicast load": "cp.async.bulk.tensor.2d.shared::cluster.global.tile"
     ".mbarrier::complete_tx::bytes.multicast::cluster [%r1], [%rd1, {%r2, %r3}], [%r6], %h1;",
+    "multicast bulk load": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    ".multicast::cluster [%r1], [%rd1], %r3, [%r6], %h1;",
     "gather": "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4"
     ".mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3, %r4, %r5, %r6}], [%r6];",
     "fp4 conversion": "cvt.rn.satfinite.e2m1x2.f32 %h1, %f1, %f2;",
+    "float reduction": "redux.sync.max.f32 %f1, %f2, -1;",
+    "8-bit matrix": "ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8 {%r1, %r2}, [%r3];",
+    "bulk zero": "st.bulk.weak.shared::cta [%rd1], 64, 0;",
+    "stochastic rounding": "cvt.rs.f16x2.f32 %r1, %f1, %f2, %r2;",
+    "byte mask": "cp.async.bulk.global.shared::cta.bulk_group.cp_mask [%rd1], [%r1], %r3, %h1;",
+    "256 bits somewhere": "ld.v4.b64 {%rd1, %rd2, %rd3, %rd4}, [%rd1];",
+    "max3 of absolutes": "max.abs.f32 %f1, %f2, %f3, %f4;",
+    "reducing load": "tcgen05.ld.red.sync.aligned.32x32b.x2.max.f32 {%f1, %f2}, %f3, [%r1];",
+    "wait on a generic address": "mbarrier.try_wait.parity.b64 %p1, [%rd1], %r2;",
+    "ntid as a vector": "mov.v4.u32 {%r1, %r2, %r3, %r4}, %ntid;",
+    "unknown barrier": "barrier.relaxed.sync 1;",
     "unknown operation": "hypercube.rotate %r1, %r2;",
+    "our register": ".reg .b64 %fl_slot;",
+    "our label": "$fl_main:",
 }
 
 
@@ -200,7 +233,62 @@ def test_threads_are_appended_and_limits_dropped():
 
 
 def test_ntid_is_that_of_the_kernel():
-    assert "mov.b32 %r5, 192;" in rewrite(kernel("mov.u32 %r5, %ntid.x;"), declarations())
+    for kind in ("mov.u32 %r5", "mov.s32 %r5", "mov.u16 %h1"):
+        assert f"{kind}, 192;" in rewrite(kernel(f"{kind}, %ntid.x;"), declarations())
+    text = rewrite(kernel(LOWERED["ntid as 64 bits"]), declarations())
+    assert re.search(r"mov.b32 (\S+), 192;\ncvt.u64.u32 %rd1, \1;", text)
+
+
+def test_barriers_count_the_kernels_threads():
+    for given, wanted in (
+        ("bar.sync 1", "bar.sync 1, 192"),
+        ("barrier.sync %r1", "barrier.sync %r1, 192"),
+        ("bar.red.popc.u32 %r1, 0, %p1", "bar.red.popc.u32 %r1, 0, 192, %p1"),
+        ("barrier.red.or.pred %p2, %r1, !%p1", "barrier.red.or.pred %p2, %r1, 192, !%p1"),
+    ):
+        assert f"\n{wanted};" in rewrite(kernel(given + ";"), declarations())
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in LOWERED if "wait" in name and "mbarrier" in LOWERED[name]]
+)
+def test_every_wait_is_counted(name):
+    assert "call fl_wait_failed" in rewrite(kernel(LOWERED[name]), declarations())
+
+
+def test_every_row_of_the_table_is_tried():
+    tried = [*LOWERED.values(), *NATIVE, *REFUSED.values(), "ret;"]
+    opcodes = [re.sub(r"^@\S+ ", "", text).rstrip(";").split()[0] for text in tried]
+    for pattern, lowering in operations.TABLE:
+        assert any(map(pattern.fullmatch, opcodes)), lowering.__name__
+
+
+def test_names_of_inline_assembly_stay_its_own(tmp_path):
+    """Operands may be called what the arguments of a call are called."""
+    block = "{ .reg .b64 a4, a5; .reg .b32 result; mov.b64 a4, %rd1; mov.b64 a5, %rd2; "
+    block += "mov.b32 result, 0; tcgen05.mma.cta_group::1.kind::f16 [result], a4, a5, result, 1; }"
+    assembled(rewrite(kernel(block), declarations()), tmp_path)
+
+
+def test_device_function_refused():
+    helper = ".func helper()\n{\nret;\n}\n"
+    with pytest.raises(HopperRewriteError, match=r"line 5: .*device functions"):
+        rewrite(kernel().replace(".visible", helper + ".visible"), declarations())
+    declared = kernel().replace(".visible", ".extern .func helper();\n.visible")
+    assert ".extern .func helper();" in rewrite(declared, declarations())
+
+
+def test_kernel_whose_first_statement_is_a_block(tmp_path):
+    ptx = kernel().replace("tcgen05.alloc", "{ .reg .b32 t; mov.b32 t, 1; }\ntcgen05.alloc")
+    assembled(rewrite(ptx, declarations()), tmp_path)
+
+
+def test_threads_must_be_exact_and_leave():
+    with pytest.raises(HopperRewriteError, match=r"line 5: .*reqntid"):
+        rewrite(kernel().replace(".reqntid", ".maxntid"), declarations())
+    for tail in ("}\n", "@%p1 ret;\n}\n"):
+        with pytest.raises(HopperRewriteError, match="does not end with ret"):
+            rewrite(kernel().removesuffix(TAIL) + tail, declarations())
 
 
 @pytest.mark.parametrize("threads", ("48", "896", "64, 2"))
@@ -213,6 +301,14 @@ def test_guard_skips_all_of_a_lowering(tmp_path):
     text = rewrite(kernel("@!%p3 " + LOWERED["mma SS"]), declarations())
     skip = re.search(r"@%p3 bra (\$fl_skip_\d+);", text)
     assert skip and text.index(f"{skip[1]}:") > text.index("call fl_push_mma")
+
+
+@pytest.mark.parametrize("guard", ("@%p3", "@ %p3", "@!%p3", "@! %p3", "@ ! %p3"))
+def test_guards_with_spaces(guard, tmp_path):
+    text = rewrite(kernel(f"{guard} ret;"), declarations())
+    opposite = "" if "!" in guard else "!"
+    assert re.search(rf"\n@{opposite}%p3 bra \$fl_skip_\d+;\n", text)
+    assembled(text, tmp_path)
 
 
 def test_kernel_without_tensor_memory_keeps_its_threads(tmp_path):
@@ -249,21 +345,42 @@ def printed(ptx: str) -> str:
     return "\n".join(s.text + ("" if s.opcode in bare else ";") for s in statements)
 
 
-def test_round_trip_of_compiled_code():
+def compiled(name: str) -> str:
+    """PTX for sm_100a of stage 01 or of a test kernel."""
     pytest.importorskip("cutlass", reason="needs the CuTe DSL")
-    ptx = compile_stage(Stage(1)).ptx
+    if name == "stage 01":
+        return compile_stage(Stage(1)).ptx
+    from tests.kernels import KERNELS
+
+    return KERNELS[name].build(**KERNELS[name].sweep[-1]).__ptx__
+
+
+COMPILED = ("stage 01", "gemm", "ts_gemm", "chain")
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_round_trip_of_compiled_code(name):
+    ptx = compiled(name)
     first, again = read(ptx).statements, read(printed(ptx)).statements
     assert [(s.opcode, s.operands, s.predicate) for s in first] == [
         (s.opcode, s.operands, s.predicate) for s in again
     ]
 
 
-def test_stage_01_rewritten_assembles(tmp_path):
-    pytest.importorskip("cutlass", reason="needs the CuTe DSL")
-    text = rewrite(compile_stage(Stage(1)).ptx, "")
-    assert "f32x2" not in re.sub(r"//.*", "", text)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_rewritten_assembles(name, tmp_path):
+    text = rewrite(compiled(name), declarations())
+    assert not re.search("f32x2|tcgen05", re.sub(r"//.*", "", text))
     assembled(text, tmp_path)
 
 
-def test_rewriter_hash_is_stable():
-    assert rewriter_hash() == rewriter_hash() and len(rewriter_hash()) == 64
+@pytest.mark.parametrize("name", ("rewrite.py", "engine.cu", "ptx.py"))
+def test_rewriter_hash_tells_sources_apart(name, monkeypatch):
+    before, original = rewriter_hash(), pathlib.Path.read_bytes
+    assert before == rewriter_hash() and len(before) == 64
+
+    def changed(path):
+        return original(path) + b"\n" * (path.name == name)
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", changed)
+    assert rewriter_hash() != before

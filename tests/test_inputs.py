@@ -297,11 +297,19 @@ def test_load_errors(tmp_path, suffix, change, error, match):
         inputs.load_qkv(path)
 
 
+def test_a_negative_seed_is_refused():
+    with pytest.raises(ValueError, match="seed is -1; allowed: 0 or more"):
+        inputs.make("gaussian", **SMALL, seed=-1)
+
+
 def test_load_refuses_other_files(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"ends in '.bin'; allowed: .npz, .safetensors, .pt"):
         inputs.load_qkv(tmp_path / "x.bin")
     with pytest.raises(FileNotFoundError, match="no file"):
         inputs.load_qkv(tmp_path / "x.npz")
+    (tmp_path / "empty.pt").touch()
+    with pytest.raises(ValueError, match=r"empty.pt cannot be read as .pt: EOFError"):
+        inputs.load_qkv(tmp_path / "empty.pt")
     torch.save([torch.zeros(1)], tmp_path / "list.pt")
     with pytest.raises(TypeError, match="holds a list"):
         inputs.load_qkv(tmp_path / "list.pt")

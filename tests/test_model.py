@@ -22,7 +22,9 @@ from flash_ladder.common.model import (
     Sm,
     Span,
     grid_run,
+    observe,
 )
+from flash_ladder.common.ordering import Ordering
 from flash_ladder.common.plan import Arrival, Barrier, Plan, Role, SmemBuffer
 
 RATES = {"fma": 100, "alu": 50, "mufu": 10, "smem": 100, "gmem": 20, "barrier_latency": 7}
@@ -436,6 +438,15 @@ def test_stage_01_stops_after_max_ctas(stage):
     assert torch.allclose(run.out[0, :128].double(), truth.out[0, :128], atol=2e-3)
 
 
+def test_stage_01_leaves_nothing_behind_and_has_no_races(stage):
+    given = inputs.make(
+        "gaussian", batch=1, seqlen_q=128, seqlen_k=256, heads=1, head_dim=128, dtype=torch.float16
+    )
+    with observe(Ordering):
+        run = stage.simulate(given.q, given.k, given.v)
+    assert run.findings == () and run.tmem_log == ()
+
+
 def test_a_tile_read_before_it_is_loaded_gives_nan(stage, monkeypatch):
     right = stage.model.load_tile
 
@@ -451,3 +462,4 @@ def test_a_tile_read_before_it_is_loaded_gives_nan(stage, monkeypatch):
     )
     run = stage.simulate(given.q, given.k, given.v)
     assert run.out.isnan().all() and math.isfinite(run.lse.sum())
+    assert any("read reads sV, part of which was never written" in text for text in run.findings)

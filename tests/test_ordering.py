@@ -359,6 +359,23 @@ def test_a_planted_fault_has_its_name(fault):
     assert (first, second, missing) in [(r.first.op, r.second.op, r.missing) for r in races]
 
 
+def test_an_unfinished_read_is_not_hidden_by_a_later_one():
+    other = strand("SOFTMAX0", "tmem.ld", "ld again", ("read", "tmem", S))
+    (race,) = replay([*START, *LD_S, *other, ("feeds", "ld again", *at("feeds")), *ST_P]).races()
+    assert (race.first.op, race.missing) == ("ld S", "wait::ld")
+
+
+def test_a_wide_read_meets_all_writes_under_it():
+    events = list(START)
+    for column in (0, 40, 80):
+        cells = ((4 * column, 4 * column + 4),)
+        name = f"st {column}"
+        events += strand("SOFTMAX0", "tmem.st", name, ("write", "tmem", cells))
+    races = replay(events + LD_S).races()
+    assert [race.first.op for race in races] == ["st 0", "st 40", "st 80"]
+    assert replay(events + LD_S + ST_P).races()[3:] != []  # the read is remembered in each piece
+
+
 # ---- modes ---------------------------------------------------------------------------------
 
 
@@ -383,6 +400,14 @@ def _again(event):
     return [
         {**p, "name": "S 2"} if isinstance(p, dict) else p if p != "S" else "S 2" for p in event
     ]
+
+
+def test_a1_edges_are_found_behind_reads_of_other_pipelines():
+    """Two MMAs read P; the one that overwrites it is in a pipeline with the later reader only."""
+    later = strand("MMA", "mma", "PV 2", ("read", "tmem", P_LOW), accumulator=P_LOW)
+    over = strand("MMA", "mma", "over", ("write", "tmem", P_LOW), accumulator=P_LOW)
+    (race,) = replay(START + mma_pv() + later + over, "ptx").races()
+    assert (race.first.op, race.second.op) == ("PV", "over")
 
 
 @pytest.mark.parametrize("mode", ["practice", "ptx"])
@@ -541,3 +566,15 @@ def test_cost_is_linear_in_events(mutation, record_property):
     record_property("seconds by events", seconds)
     small, large = seconds.values()
     assert large < 3.2 * small, seconds
+
+
+def test_reads_that_never_end_do_not_pile_up():
+    events, seconds = list(START), []
+    for i in range(4000):
+        events += [("issue", "SOFTMAX0", "tmem.ld", "ld", "x", {"name": f"ld{i}"})]
+        events += [("read", f"ld{i}", "tmem", S, "ld", "x")]
+    for part in (events[:4003], events):
+        start = time.process_time()
+        replay(part)
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 4 * seconds[0], seconds

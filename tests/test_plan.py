@@ -227,6 +227,7 @@ def test_bad_plans_are_refused(name):
 )
 def test_arrivals_follow_from_the_role(unit, count):
     assert Arrival("CORRECTION", unit).count(GOOD) == count
+    assert Arrival("CORRECTION", unit, ctas=2).count(GOOD) == 2 * count  # both CTAs of a pair
 
 
 def test_mbarrier_counts_its_producers():

@@ -129,6 +129,18 @@ def test_missing_tool_names_the_package(monkeypatch):
         sass.find_tool("nvdisasm")
 
 
+def test_a_wheel_of_this_interpreter_goes_before_an_older_toolkit_on_path(monkeypatch, tmp_path):
+    toolkit, wheel = tmp_path / "toolkit", tmp_path / "site" / "nvidia" / "cu13" / "bin"
+    for folder in (toolkit, wheel):
+        folder.mkdir(parents=True)
+        (folder / "nvdisasm").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(toolkit))
+    monkeypatch.setattr(sass.sys, "path", [str(tmp_path / "site")])
+    assert sass.find_tool("nvdisasm") == str(wheel / "nvdisasm")
+    (wheel / "nvdisasm").unlink()
+    assert sass.find_tool("nvdisasm") == str(toolkit / "nvdisasm")
+
+
 @pytest.mark.skipif(bool(NO_DISASSEMBLER), reason=NO_DISASSEMBLER)
 def test_what_is_not_a_cubin_is_refused(tmp_path, capsys):
     with pytest.raises(sass.ToolFailed, match="nvdisasm failed"):

@@ -71,3 +71,9 @@ def test_stage_page_shows_source_tables_and_evidence(site):
     assert "<caption>barriers" in page and '<pre class="mermaid">' in page
     assert "Not yet executed on hardware." in page or ">M</abbr>" in page
     assert "language-stage-diff" not in page and "```" not in page  # no fence fell through
+
+
+def test_model_page_shows_timeline_and_roofline(site):
+    page = (site / "model" / "index.html").read_text(encoding="utf-8")
+    assert page.count('class="fl-timeline"') == 1 and "derived cycles, not measured" in page
+    assert (site / "img" / "roofline.svg").is_file() and "img/roofline.svg" in page

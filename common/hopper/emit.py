@@ -6,8 +6,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-WIDTHS = {"b16": 2, "b32": 4, "b64": 8}
-
 
 @dataclass
 class Scope:
@@ -53,14 +51,15 @@ class Scope:
         result = self.register(returns) if returns else ""
         lines = ["{"]
         if returns:
-            lines.append(f".param .{returns} result;")
+            lines.append(f".param .{returns} fl_result;")
         for index, (kind, value) in enumerate(arguments):
-            lines.append(f".param .{kind} a{index}; st.param.{kind} [a{index}], {value};")
-        passed = ", ".join(f"a{index}" for index in range(len(arguments)))
-        head = "call (result), " if returns else "call "
+            name = f"fl_a{index}"
+            lines.append(f".param .{kind} {name}; st.param.{kind} [{name}], {value};")
+        passed = ", ".join(f"fl_a{index}" for index in range(len(arguments)))
+        head = "call (fl_result), " if returns else "call "
         lines.append(f"{head}{function}, ({passed});")
         if returns:
-            lines.append(f"ld.param.{returns} {result}, [result];")
+            lines.append(f"ld.param.{returns} {result}, [fl_result];")
         self.add(*lines, "}")
         return result
 

@@ -23,7 +23,7 @@ TABLE: list[tuple[re.Pattern, Lowering]] = []
 
 # Operations that sm_90 has in the forms kernels use; sm_100-only modifiers are refused below.
 NATIVE = frozenset(
-    """abs add addc and atom bar barrier bfe bfi bmsk bra brev brkpt brx clz cnot copysign cos cp
+    """abs add addc and atom bfe bfi bmsk bra brev brkpt brx clz cnot copysign cos cp
     createpolicy cvt cvta discard div dp2a dp4a elect ex2 fence fma fns getctarank griddepcontrol
     isspacep istypep ld ldmatrix ldu lg2 lop3 mad mad24 madc mapa match max mbarrier membar min
     mma mov movmatrix mul mul24 multimem nanosleep neg not or pmevent popc prefetch prefetchu prmt
@@ -31,9 +31,12 @@ NATIVE = frozenset(
     stacksave stmatrix sub subc sured szext tanh testp trap vote xor call""".split()
 )
 BLACKWELL_ONLY = re.compile(
-    r"f32x2|cta_group|\.v8\b|tile::(gather|scatter)|im2col::w|kind::|e2m1|e3m2|e2m3|ue8m0|s2f6"
-    r"|\.noftz|tcgen05|clusterlaunchcontrol|\.ignore_oob"
+    r"f32x2|cta_group|tile::(gather|scatter)|im2col::w|kind::|e2m1|e3m2|e2m3|ue8m0|s2f6"
+    r"|tcgen05|clusterlaunchcontrol|\.ignore_oob|\.cp_mask|^st\.bulk|^cvt\.rs\b"
+    r"|^(ld|st)\b.*(\.v8\b|\.v4\.[bfus]64)|^(ld|st)matrix\..*\.b(8|6|4)|^redux\.sync\..*f32"
+    r"|^multimem\..*(e4m3|e5m2|acc::)"
 )
+_THREADS = re.compile(r"%ntid(\.x)?")
 
 
 def operation(pattern: str) -> Callable[[Lowering], Lowering]:
@@ -60,6 +63,8 @@ def lower(context: Context, statement: Statement) -> str:
         raise refuse(statement, f"operation {root} is not on the allow-list")
     if BLACKWELL_ONLY.search(statement.opcode):
         raise refuse(statement, "this form exists on Blackwell only and has no lowering")
+    if context.has_tensor_memory and any(map(_THREADS.fullmatch, statement.operands)):
+        return _guarded(context, statement, _main_threads(context, statement))
     return statement.text + ";"
 
 
@@ -104,12 +109,23 @@ def _leave(context: Context, statement: Statement) -> str:
     return scope.add("ret;").text()
 
 
-@operation(r"(bar|barrier)(\.cta)?\.sync(\.aligned)?")
+@operation(
+    r"bar(rier)?(\.cta)?\.(sync|red(\.popc|\.and|\.or|\.u32|\.pred)+)(\.aligned|\.u32|\.pred)*"
+)
 def _cta_barrier(context: Context, statement: Statement) -> str:
     """A barrier of all threads must not count the engine's."""
-    if not context.has_tensor_memory or len(statement.operands) > 1:
+    *result, barrier = statement.operands[: 2 if ".red" in statement.opcode else 1]
+    rest = statement.operands[len(result) + 1 :]
+    if not context.has_tensor_memory or len(rest) > len(result):  # it has a count
         return _same(context, statement)
-    return f"{statement.opcode} {statement.operands[0]}, {context.main_threads};"
+    operands = [*result, barrier, str(context.main_threads), *rest]
+    return f"{statement.opcode} {', '.join(operands)};"
+
+
+@operation(r"bar(rier)?(\.cta)?\.arrive(\.aligned)?|bar\.warp\.sync")
+def _counted_barrier(context: Context, statement: Statement) -> str:
+    """Always with a count, or of a warp."""
+    return _same(context, statement)
 
 
 @operation(r"barrier\.cluster\.(arrive|wait)(\.(release|relaxed|acquire))?(\.aligned)?")
@@ -123,12 +139,24 @@ def _cluster_barrier(context: Context, statement: Statement) -> str:
     return scope.text()
 
 
-@operation(r"mov\.[ub]32")
-def _special_register(context: Context, statement: Statement) -> str:
-    """%ntid.x is the number of main threads."""
-    if statement.operands[1] != "%ntid.x" or not context.has_tensor_memory:
-        return _same(context, statement)
-    return f"mov.b32 {statement.operands[0]}, {context.main_threads};"
+def _main_threads(context: Context, statement: Statement) -> str:
+    """Reading %ntid.x gives the number of main threads."""
+    if not re.fullmatch(r"mov\.[bsu](16|32)|cvt\.[\w.]+", statement.opcode):
+        raise refuse(statement, "this way of reading %ntid is not on the allow-list")
+    scope = context.scope()
+    if statement.opcode.startswith("mov"):
+        return f"{statement.opcode} {statement.operands[0]}, {context.main_threads};"
+    count = scope.set("b32", str(context.main_threads))
+    return scope.add(f"{statement.opcode} {statement.operands[0]}, {count};").text()
+
+
+def _address(scope: Scope, operand: str) -> str:
+    """A fresh b32 register with the address in shared or tensor memory that an operand names."""
+    base, offset = address(operand)
+    where = scope.set("b32", base)  # a register or a symbol
+    if offset != "0":
+        scope.add(f"add.u32 {where}, {where}, {offset};")
+    return where
 
 
 def _here(context: Context, statement: Statement, main: bool = False) -> list[tuple[str, str]]:
@@ -140,27 +168,28 @@ def _here(context: Context, statement: Statement, main: bool = False) -> list[tu
 # ---- waiting -------------------------------------------------------------------------------
 
 
-@operation(r"mbarrier\.(try|test)_wait\.parity(\.acquire)?(\.(cta|cluster))?\.shared(::cta)?\.b64")
+@operation(
+    r"mbarrier\.(try|test)_wait(\.parity)?((\.acquire|\.relaxed)?\.(cta|cluster))?\.shared(::cta)?\.b64"
+)
 def _wait(context: Context, statement: Statement) -> str:
     """The wait itself is native; what fails is counted, so that a hang becomes a report."""
     if not context.has_tensor_memory:
         return _same(context, statement)
-    done, barrier, parity = statement.operands[0], statement.operands[1], statement.operands[2]
+    done, barrier, phase = statement.operands[:3]
+    parity = phase if ".parity" in statement.opcode else "0"  # a token does not tell
     scope = context.scope()
-    base, offset = address(barrier)
     passed = scope.label("passed")
-    tail = ", ".join(statement.operands[3:4])
     scope.add(
-        f"{statement.opcode} {done}, {barrier}, {parity}{', ' + tail if tail else ''};",
+        f"{statement.opcode} {', '.join(statement.operands)};",
         f"@{done} mov.b64 %fl_since, 0;",
         f"@{done} bra {passed};",
     )
-    fresh, where = scope.register("pred"), scope.register("b32")
+    fresh = scope.register("pred")
     scope.add(
         f"setp.ne.b64 {fresh}, %fl_since, 0;",
         f"@!{fresh} mov.u64 %fl_since, %globaltimer;",
-        f"add.u32 {where}, {base}, {offset};",
     )
+    where = _address(scope, barrier)
     scope.call(
         "fl_wait_failed",
         ("b64", "%fl_slot"),
@@ -173,20 +202,21 @@ def _wait(context: Context, statement: Statement) -> str:
     return scope.add(f"{passed}:").text()
 
 
+@operation(r"mbarrier\..*wait.*")
+def _other_wait(context: Context, statement: Statement) -> str:
+    """Native, but nobody would notice that it never ends."""
+    if context.has_tensor_memory:
+        raise ValueError("this form of wait is not on the allow-list")
+    return _same(context, statement)
+
+
 # ---- tensor memory -------------------------------------------------------------------------
-
-
-def _tmem_address(scope: Scope, operand: str) -> str:
-    base, offset = address(operand)
-    where = scope.register("b32")
-    scope.add(f"add.u32 {where}, {base}, {offset};")
-    return where
 
 
 @operation(r"tcgen05\.alloc\.cta_group::[12]\.sync\.aligned\.shared::cta\.b32")
 def _alloc(context: Context, statement: Statement) -> str:
     scope = context.scope()
-    target = _tmem_address(scope, statement.operands[0])
+    target = _address(scope, statement.operands[0])
     columns = scope.set("b32", statement.operands[1])
     slot, line = _here(context, statement)
     scope.call("fl_alloc", slot, ("b32", target), ("b32", columns), line)
@@ -239,7 +269,7 @@ def _transfer(context: Context, statement: Statement) -> str:
         raise ValueError(f"{shape}.x{count} moves {len(offsets)} registers, not {len(registers)}")
     scope = context.scope()
     slot, line = _here(context, statement)
-    where = _tmem_address(scope, place)
+    where = _address(scope, place)
     lanes = "32" if shape == "32x32b" else "16"
     columns = str(transfer_columns(shape, count))
     start = scope.call(
@@ -333,12 +363,12 @@ def _mma(context: Context, statement: Statement) -> str:
     if len(rest) > 1:
         raise ValueError("scale-input-d is not on the allow-list")
     slot, line = _here(context, statement)
-    place = _tmem_address(scope, accumulator)
+    place = _address(scope, accumulator)
     in_tmem = a.startswith("[")
     kind = int(statement.opcode.partition("cta_group::")[2][0]) + (4 if in_tmem else 0)
     first = scope.register("b64")
     if in_tmem:
-        scope.add(f"cvt.u64.u32 {first}, {_tmem_address(scope, a)};")
+        scope.add(f"cvt.u64.u32 {first}, {_address(scope, a)};")
     else:
         scope.add(f"mov.b64 {first}, {a};")
     scope.call(
@@ -375,7 +405,7 @@ def _no_disabled_lanes(scope: Scope, statement: Statement, masks: list[str]) -> 
 def _commit(context: Context, statement: Statement) -> str:
     scope = context.scope()
     slot, line = _here(context, statement)
-    barrier = _tmem_address(scope, statement.operands[0])
+    barrier = _address(scope, statement.operands[0])
     mask = scope.register("b32")
     if "multicast" in statement.opcode:
         scope.add(f"cvt.u32.u16 {mask}, {statement.operands[1]};")
@@ -404,7 +434,10 @@ def _tensor_load(context: Context, statement: Statement) -> str:
     if match[2]:
         raise ValueError("a multicast load is not on the allow-list")
     target, source, barrier, *rest = statement.operands
-    tensor, coordinates = re.fullmatch(r"\[\s*([^,]+?)\s*,\s*(\{[^}]*\})\s*\]", source).groups()
+    form = re.fullmatch(r"\[\s*([^,]+?)\s*,\s*(\{[^}]*\})\s*\]", source)
+    if form is None:
+        raise ValueError(f"tensor operand {source!r} is not [map, {{coordinates}}]")
+    tensor, coordinates = form.groups()
     policy = rest[-1] if match[3] else "0"
     shape = int(match[1]) + (8 if match[3] else 0)
     return _queue_copy(
@@ -412,12 +445,23 @@ def _tensor_load(context: Context, statement: Statement) -> str:
     )
 
 
-@operation(r"cp\.async\.bulk\.shared::(cluster|cta)\.global\.mbarrier::complete_tx::bytes")
+_BULK_LOAD = (
+    r"cp\.async\.bulk\.shared::(?:cluster|cta)\.global\.mbarrier::complete_tx::bytes"
+    r"(\.multicast::cluster)?(\.L2::cache_hint)?"
+)
+
+
+@operation(_BULK_LOAD)
 def _bulk_load(context: Context, statement: Statement) -> str:
+    """Queued like the loads of tensors."""
+    match = re.fullmatch(_BULK_LOAD, statement.opcode)
     if not context.has_tensor_memory:
         return _same(context, statement)
-    target, source, size, barrier = statement.operands
-    return _queue_copy(context, statement, target, barrier, source, "0", 6, size, [])
+    if match[1]:
+        raise ValueError("a multicast load is not on the allow-list")
+    target, source, size, barrier, *rest = statement.operands
+    policy, shape = (rest[0], 14) if match[2] else ("0", 6)
+    return _queue_copy(context, statement, target, barrier, source, policy, shape, size, [])
 
 
 def _queue_copy(context, statement, target, barrier, source, policy, shape, size, coordinates):
@@ -434,8 +478,8 @@ def _queue_copy(context, statement, target, barrier, source, policy, shape, size
         "fl_push_tma",
         slot,
         line,
-        ("b32", _tmem_address(scope, target)),
-        ("b32", _tmem_address(scope, barrier)),
+        ("b32", _address(scope, target)),
+        ("b32", _address(scope, barrier)),
         ("b64", start),
         ("b64", scope.set("b64", policy)),
         ("b32", str(shape)),
@@ -465,7 +509,7 @@ def _native_copy(context: Context, statement: Statement) -> str:
 def _try_cancel(context: Context, statement: Statement) -> str:
     """Every request is answered "nothing left to take over": each CTA does its own tile only."""
     scope = context.scope()
-    response, barrier = (_tmem_address(scope, operand) for operand in statement.operands)
+    response, barrier = (_address(scope, operand) for operand in statement.operands)
     everyone = "multicast" in statement.opcode
     rank = scope.set("b32", "0" if everyone else "%cluster_ctarank")
     end, more, again = scope.register("b32"), scope.register("pred"), scope.label("again")
@@ -498,7 +542,7 @@ def _is_canceled(context: Context, statement: Statement) -> str:
 @operation(r"clusterlaunchcontrol\.query_cancel\.get_first_ctaid(::[xyz])?(\.v4)?\.b32\.b128")
 def _first_cta(context: Context, statement: Statement) -> str:
     """Only defined after a successful cancel, which never happens here."""
-    return "\n".join(f"mov.b32 {name}, 0;" for name in vector(statement.operands[0]))
+    return "\n".join(f"mov.b32 {name}, 0;" for name in vector(statement.operands[0]) if name != "_")
 
 
 # ---- arithmetic ----------------------------------------------------------------------------
@@ -527,6 +571,8 @@ def _packed(context: Context, statement: Statement) -> str:
 def _three_inputs(context: Context, statement: Statement) -> str:
     if len(statement.operands) < 4:
         return _same(context, statement)
+    if ".abs" in statement.opcode:
+        raise ValueError("absolute values of three inputs are not on the allow-list")
     target, a, b, c = statement.operands
     scope = context.scope()
     partial = scope.register("f32")
@@ -549,7 +595,7 @@ def _mixed(context: Context, statement: Statement) -> str:
     return scope.add(f"{opcode} {target}, {', '.join(sources)};").text()
 
 
-@operation(r"(ld|st)\.global(\.nc|\.relaxed\.gpu)?(\.L\d::[\w:]+)*\.(v8\.[bfus]32|v4\.[bfus]64)")
+@operation(r"(ld|st)(\.relaxed\.gpu)?\.global(\.nc)?(\.L\d::[\w:]+)*\.(v8\.[bfus]32|v4\.[bfus]64)")
 def _wide_access(context: Context, statement: Statement) -> str:
     """256 bits as two accesses of 128."""
     loads = statement.opcode.startswith("ld")

@@ -21,6 +21,7 @@ ENGINE_THREADS = 160
 MAX_MAIN_THREADS = 864
 TARGET = "sm_90a"
 PTX_VERSION = "8.8"  # CUDA 12.9; drivers from 13.0 on take it as well
+_OURS = re.compile(r"(?<![\w$%.])[%$]?fl_\w")
 DYNAMIC_SMEM = re.compile(r"\.extern \.shared .*?\b([\w$]+)\[\]")
 
 
@@ -49,9 +50,10 @@ def refuse(statement: Statement, reason: str) -> HopperRewriteError:
 
 
 def rewriter_hash() -> str:
-    """sha256 over this package's sources: evidence records which rewriter ran."""
+    """sha256 over this package and the PTX reader: evidence records which rewriter ran."""
     digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parent.glob("*")):
+    folder = pathlib.Path(__file__).parent
+    for path in (*sorted(folder.glob("*")), folder.parent / "ptx.py"):
         if path.suffix in (".py", ".cu"):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
@@ -68,6 +70,7 @@ def rewrite(ptx: str, engine: str) -> str:
     if len(entries) != 1:
         raise HopperRewriteError(f"expected one kernel, found {sorted(entries)}")
     (body,) = entries.values()
+    _refuse_module(program)
     uses_tmem = any(s.opcode.startswith("tcgen05.") for s in body)
     context = Context(program, _threads(body[0]), uses_tmem)
     module = program.module()
@@ -81,13 +84,22 @@ def rewrite(ptx: str, engine: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _refuse_module(program: Program) -> None:
+    """Names that would capture ours, and device functions: their bodies are not rewritten."""
+    for statement, following in zip(program.statements, program.statements[1:]):
+        if statement.opcode != ".file" and _OURS.search(statement.text):
+            raise refuse(statement, "names that start with fl_ belong to the rewriter")
+        if statement.opcode == ".func" and following.opcode == "{":
+            raise refuse(statement, "a module with device functions is not rewritten")
+
+
 def _without_header(engine: str) -> str:
     """The engine's PTX less the three lines that a module has once; the newest version wins."""
     return re.sub(r"(?m)^\.(version|target|address_size)\b.*$", "", engine)
 
 
 def _threads(header: Statement) -> int:
-    match = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", header.text)
+    match = re.search(r"\.reqntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", header.text)
     if not match:
         raise refuse(header, "the kernel's threads per CTA are not fixed (.reqntid)")
     x, y, z = (int(extent or 1) for extent in match.groups())
@@ -110,11 +122,11 @@ def _header(context: Context, header: Statement) -> str:
 def _kernel(context: Context, body: list[Statement], dynamic_smem: str) -> list[str]:
     from .operations import lower
 
-    lines = [_header(context, body[0])]
+    _check_end(body)
+    lines = [_header(context, body[0]), body[1].text]
     entered = not context.has_tensor_memory
-    for statement in body[1:]:
-        code = statement.is_instruction or statement.opcode == ":"
-        if code and not entered:
+    for statement in body[2:]:
+        if not (entered or statement.opcode.startswith(".")):
             lines += _prologue(context, dynamic_smem)
             entered = True
         if statement.is_instruction:
@@ -124,23 +136,17 @@ def _kernel(context: Context, body: list[Statement], dynamic_smem: str) -> list[
     return lines
 
 
+def _check_end(body: list[Statement]) -> None:
+    """A kernel may end without `ret`, but its threads would then not tell the engine."""
+    last = [s for s in body if s.is_instruction][-1:]
+    if not last or last[0].predicate or not re.match(r"(ret|exit|bra|trap)\b", last[0].opcode):
+        raise refuse((last or body)[0], "the kernel does not end with ret")
+
+
 def _plain(statement: Statement) -> str:
     """A label, brace or directive as it stands."""
-    bare = (
-        ":",
-        "{",
-        "}",
-        ".version",
-        ".target",
-        ".address_size",
-        ".file",
-        ".loc",
-        ".entry",
-        ".func",
-    )
-    if statement.opcode in bare:
-        return statement.text
-    return statement.text + ";"
+    bare = (":", "{", "}", ".version", ".target", ".address_size", ".file", ".loc", ".entry")
+    return statement.text + ("" if statement.opcode in bare else ";")
 
 
 def _prologue(context: Context, dynamic_smem: str) -> list[str]:

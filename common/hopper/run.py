@@ -9,18 +9,28 @@ import os
 import pathlib
 import shutil
 import tempfile
+import threading
 import warnings
 from dataclasses import dataclass
 
 import torch
 
-from ..compile import CompileKey, cache_folder, fingerprint, forward_arguments, require_dsl
+from ..compile import (
+    CompileKey,
+    cache_folder,
+    fingerprint,
+    forward_arguments,
+    require_dsl,
+    sources,
+)
 from ..stage import Stage
 from .build import HopperObject, build, read_object
 from .rewrite import rewriter_hash
 from .session import Session
 
+_ONE_AT_A_TIME = threading.Lock()  # a session has one fault record and one set of slots
 ARTEFACTS = "FLASH_LADDER_ARTEFACTS"  # folder that `flash-ladder pack` wrote
+SOURCES = "sources.sha256"  # file of an artefact: what its kernel was made of
 
 
 class FunctionalOnly(UserWarning):
@@ -54,12 +64,13 @@ class HopperKernel:
         """Launch, wait for the end, and raise HopperExecutionError if the engine saw a fault."""
         engine = session(self.device_index)
         launch = self._launch
-        engine.reset()
-        try:
-            launch(*arguments)
-            torch.cuda.synchronize(self.device_index)
-        finally:
-            engine.check(self.ptx)
+        with _ONE_AT_A_TIME:
+            engine.reset()
+            try:
+                launch(*arguments)
+                torch.cuda.synchronize(self.device_index)
+            finally:
+                engine.check(self.ptx)
 
 
 def hopper_kernel(stage: Stage, dtype: str, head_dim: int, device: torch.device) -> HopperKernel:
@@ -70,18 +81,40 @@ def hopper_kernel(stage: Stage, dtype: str, head_dim: int, device: torch.device)
     """
     _warn()
     key = CompileKey(stage.number, "sm_100a", dtype, head_dim)
-    folder = packed_folder(key) or cache_folder() / f"hopper-{key.name}-{_mark(stage, key)}"
-    try:
-        found = read_object(folder)
-    except (FileNotFoundError, ValueError):
-        found = _build_into(stage, key, folder)
+    packed = packed_folder(key)
+    found = _read_packed(stage, packed) if packed else _read_or_build(stage, key)
     index = torch.cuda.current_device() if device.index is None else device.index
     return loaded(found, index)
 
 
+def _read_packed(stage: Stage, folder: pathlib.Path) -> HopperObject:
+    """An artefact; ValueError when it was packed from other sources than today's."""
+    if (folder / SOURCES).read_text() != _sources_hash(stage):
+        raise ValueError(f"{folder} was packed from other sources of {stage!r}: pack it again")
+    return read_object(folder)
+
+
+def _read_or_build(stage: Stage, key: CompileKey) -> HopperObject:
+    folder = cache_folder() / f"hopper-{key.name}-{_mark(stage, key)}"
+    try:
+        return read_object(folder)
+    except (FileNotFoundError, ValueError):
+        return _build_into(stage, key, folder)
+
+
+def _sources_hash(stage: Stage) -> str:
+    parts = [name.encode() + b"\0" + text for name, text in sources(stage).items()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
 @functools.cache
 def loaded(found: HopperObject, index: int) -> HopperKernel:
-    """A runnable kernel; one for each object and GPU in a process."""
+    """A runnable kernel; one for each object and GPU in a process.
+
+    Raises ValueError for an object that another version of this package made.
+    """
+    if found.rewriter_sha256 != rewriter_hash():
+        raise ValueError(f"{found.folder} is of another version of flash-ladder: pack it again")
     return HopperKernel(found, index)
 
 
@@ -126,4 +159,5 @@ def pack(stage: Stage, key: CompileKey, folder: pathlib.Path) -> HopperObject:
     """Compile, rewrite and write a runnable object to the existing, empty `folder`. No GPU."""
     require_dsl()
     symbol = f"flash_ladder_{key.name}".replace("-", "_")
+    (folder / SOURCES).write_text(_sources_hash(stage))
     return build(stage.kernel.attention, forward_arguments(key), folder, symbol)

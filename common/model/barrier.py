@@ -44,8 +44,7 @@ class MBarrier:
         self._visible = 0.0
 
     def __repr__(self) -> str:
-        missing = f"{self.pending} arrivals and {self.tx_bytes} B to come"
-        return f"{self.name}: phase {self.phase}, {missing}"
+        return f"{self.name}: phase {self.phase}, {self.to_come()} to come"
 
     @property
     def idle(self) -> bool:
@@ -60,8 +59,10 @@ class MBarrier:
             came[role] = came.get(role, 0) + count
         left = {role: n * ctas - came.get(role, 0) for role, (n, ctas) in self.shares.items()}
         parts = [f"{role} {count}" for role, count in left.items() if count]
-        parts = parts or [f"{self.pending} arrivals"]
-        return ", ".join(parts) + (f" and {self.tx_bytes} B" if self.tx_bytes else "")
+        if not self.shares or (not parts and not self.tx_bytes):
+            parts = [f"{self.pending} arrivals"]
+        bytes_left = [f"{self.tx_bytes} B"] if self.tx_bytes else []
+        return " and ".join([", ".join(parts)] * bool(parts) + bytes_left)
 
     def arrive(self, count: int = 1, agent: str = "") -> None:
         """`count` arrivals on the current phase; BarrierFault when more come than were expected.

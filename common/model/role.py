@@ -30,7 +30,7 @@ class Role:
     """A warp role at work on an SM. `agent` is its name, in a pair with the CTA's rank."""
 
     def __init__(self, sm: Sm, name: str):
-        self.sm, self.name, self.env, self.log = sm, name, sm.env, sm.ordering
+        self.sm, self.name, self.env, self.order = sm, name, sm.env, sm.ordering
         self.agent = name + sm.suffix
         row = sm.plan.role(name)
         self.threads, self.warps, self.budget = row.threads, len(row.warps), row.registers
@@ -71,7 +71,7 @@ class Role:
             lambda: f"{barrier} (parity {parity}, now in phase {it.phase}: {it.to_come()} to come)",
             line,
         )
-        self.log.wait(self.agent, it.name, f"wait {barrier}", line)
+        self.order.wait(self.agent, it.name, f"wait {barrier}", line)
         self.sm.engines.record(self.agent, "barrier", barrier, tile, passed, self.env.now)
 
     def sync(self, barrier: str, tile: int = -1) -> Generator:
@@ -80,11 +80,11 @@ class Role:
         if self.sm.skips(self.agent, "sync", barrier, line):
             return
         it = self._barrier(barrier, NamedBarrier, "producers", "consumers")
-        self.log.arrive(self.agent, it.name, f"sync {barrier}", line)
+        self.order.arrive(self.agent, it.name, f"sync {barrier}", line)
         opened = it.arrive(self.threads)
         phase = it.phase if not opened.triggered else it.phase - 1
         start = yield from self._block([opened], lambda: f"{barrier} (phase {phase})", line)
-        self.log.wait(self.agent, it.name, f"sync {barrier}", line)
+        self.order.wait(self.agent, it.name, f"sync {barrier}", line)
         yield self.env.timeout(self.sm.machine["barrier_latency"])
         self.sm.engines.record(self.agent, "barrier", barrier, tile, start, self.env.now)
 
@@ -99,7 +99,7 @@ class Role:
             return
         sm = self.sm if to is None else self.sm.at_rank(to)
         it = self._barrier(barrier, (MBarrier, NamedBarrier), "producers", sm=sm)
-        self.log.arrive(self.agent, it.name, f"arrive {barrier}", line)
+        self.order.arrive(self.agent, it.name, f"arrive {barrier}", line)
         if isinstance(it, NamedBarrier):
             it.arrive(self.threads)
             return
@@ -127,7 +127,7 @@ class Role:
         sms = self.sm.pair.sms if multicast else [self.sm]
         found = [self._barrier(barrier, MBarrier, "producers", sm=sm) for sm in sms]
         for it in found:
-            self.log.commit(self.agent, it.name, f"commit {barrier}", line)
+            self.order.commit(self.agent, it.name, f"commit {barrier}", line)
 
         def arrive():
             for it in found:
@@ -156,10 +156,10 @@ class Role:
         sm = self.sm if to_barrier_rank is None else self.sm.at_rank(to_barrier_rank)
         it = self._barrier(barrier, MBarrier, "producers", sm=sm)
         op = f"load {target.name}"
-        strand = self.log.issue(self.agent, "tma.load", op, line)
-        self.log.read(strand, source.name, source.cells, op, line, proxy="async")
-        self.log.write(strand, self.sm.smem.name, target.cells, op, line, proxy="async")
-        arrive = lambda: self.log.arrive(strand, it.name, op, line)
+        strand = self.order.issue(self.agent, "tma.load", op, line)
+        self.order.read(strand, source.name, source.cells, op, line, proxy="async")
+        self.order.write(strand, self.sm.smem.name, target.cells, op, line, proxy="async")
+        arrive = lambda: self.order.arrive(strand, it.name, op, line)
         load = self.sm.copies.load(self.agent, source, target, it, arrive, tile)
         self.env.process(load)
 
@@ -178,9 +178,9 @@ class Role:
             raise ModelFault(f"{self.agent}: {op} of {source.shape} to {target.values.shape}")
         if source.unwritten:
             self.sm.report_unwritten(self.agent, op, source.name, line)
-        strand = self.log.issue(self.agent, kind, op, line)
-        self.log.read(strand, self.sm.smem.name, source.cells, op, line, proxy="async")
-        self.log.write(strand, target.name, target.cells, op, line, proxy="async")
+        strand = self.order.issue(self.agent, kind, op, line)
+        self.order.read(strand, self.sm.smem.name, source.cells, op, line, proxy="async")
+        self.order.write(strand, target.name, target.cells, op, line, proxy="async")
         copy = BulkCopy(strand, self.env.event(), self.env.event())
         self.bulk.append(copy)
         self.env.process(self.sm.copies.store(self.agent, source, target, copy, add, tile))
@@ -198,7 +198,7 @@ class Role:
         kind = "bulk.wait.read" if read else "bulk.wait"
         start = yield from self._block(events, lambda: f"{len(events)} bulk groups ({kind})", line)
         for copy in waited:
-            self.log.finish(copy.strand, read=read)
+            self.order.finish(copy.strand, read=read)
         if not read:
             self.bulk = self.bulk[len(waited) :]
         self.sm.engines.record(self.agent, "barrier", kind, -1, start, self.env.now)
@@ -211,10 +211,10 @@ class Role:
         line, op, peer = caller_line(), f"copy {source.name}", self.sm.peer
         target = target.on(peer.smem)
         it = self._barrier(barrier, MBarrier, "producers", sm=peer)
-        strand = self.log.issue(self.agent, "dsmem.copy", op, line)
-        self.log.read(strand, self.sm.smem.name, source.cells, op, line, proxy="async")
-        self.log.write(strand, peer.smem.name, target.cells, op, line, proxy="async")
-        arrive = lambda: self.log.arrive(strand, it.name, op, line)
+        strand = self.order.issue(self.agent, "dsmem.copy", op, line)
+        self.order.read(strand, self.sm.smem.name, source.cells, op, line, proxy="async")
+        self.order.write(strand, peer.smem.name, target.cells, op, line, proxy="async")
+        arrive = lambda: self.order.arrive(strand, it.name, op, line)
         self.env.process(self.sm.copies.to_peer(self.agent, source, target, it, arrive, tile))
 
     # ---- tensor core and tensor memory -----------------------------------------------------
@@ -239,23 +239,23 @@ class Role:
         mma = Mma(self, d, a, b, accumulate, shape, pair, op, tile, line, self.env.event())
         mma.check()
         facts = {"cta_group": 2 if pair else 1, "accumulator": d.cells, "shape": shape}
-        strand = self.log.issue(self.agent, "mma", op, line, **facts)
+        strand = self.order.issue(self.agent, "mma", op, line, **facts)
         for sm in self.sm.pair.sms if pair else [self.sm]:
             smem, tmem = sm.smem.name, sm.tmem.name
-            self.log.read(strand, smem, b.cells, op, line, proxy="async")
+            self.order.read(strand, smem, b.cells, op, line, proxy="async")
             if isinstance(a, TmemView):
                 a.on(sm.tmem).check_allocated(self.agent)
-                self.log.read(strand, tmem, a.cells, op, line, proxy="tensor")
+                self.order.read(strand, tmem, a.cells, op, line, proxy="tensor")
             else:
-                self.log.read(strand, smem, a.cells, op, line, proxy="async")
+                self.order.read(strand, smem, a.cells, op, line, proxy="async")
             d.on(sm.tmem).check_allocated(self.agent)
-            self.log.write(strand, tmem, d.cells, op, line, proxy="tensor")
+            self.order.write(strand, tmem, d.cells, op, line, proxy="tensor")
         self.sm.tensor.submit(mma)
 
     def tmem_load(self, view: TmemView, tile: int = -1) -> Generator:
         """Tensor memory to registers; returns the values, float32 (lanes, values of a lane)."""
         line, op = caller_line(), f"load {view.name}"
-        self._access(view, "tmem.ld", op, line, self.log.read)
+        self._access(view, "tmem.ld", op, line, self.order.read)
         done = self._tmem_port(view, op, tile, "read")
         yield self.env.timeout(done + self.sm.machine["tmem_latency"] - self.env.now)
         if view.unwritten:
@@ -268,7 +268,7 @@ class Role:
         if tuple(values.shape) != view.shape:
             given = tuple(values.shape)
             raise ValueError(f"{self.agent} stores {given} to {view.name}, which is {view.shape}")
-        self._access(view, "tmem.st", op, line, self.log.write)
+        self._access(view, "tmem.st", op, line, self.order.write)
         taken, values = self._tmem_port(view, op, tile, "write"), values.clone()
         self._stores_done = taken + self.sm.machine["tmem_latency"]
 
@@ -284,7 +284,7 @@ class Role:
         `tmem_load` returns with the values."""
         line = caller_line()
         if not self.sm.skips(self.agent, "wait_ld", "", line):
-            self.log.fence(self.agent, "wait.ld", "wait_ld", line)
+            self.order.fence(self.agent, "wait.ld", "wait_ld", line)
         yield from ()
 
     def wait_st(self) -> Generator:
@@ -293,7 +293,7 @@ class Role:
         if self.sm.skips(self.agent, "wait_st", "", line):
             return
         yield self.env.timeout(max(0.0, self._stores_done - self.env.now))
-        self.log.fence(self.agent, "wait.st", "wait_st", line)
+        self.order.fence(self.agent, "wait.st", "wait_st", line)
 
     def alloc(self, columns: int) -> Generator:
         """tcgen05.alloc: wait until `columns` are free and take them; returns the first."""
@@ -307,7 +307,7 @@ class Role:
         first = tmem.find(columns)
         tmem.allocate(self.agent, first, columns)
         cells = ((first * QUARTERS, (first + columns) * QUARTERS),)
-        self.log.read(self.agent, tmem.name, cells, "alloc", line)  # before anybody's first write
+        self.order.read(self.agent, tmem.name, cells, "alloc", line)  # before anybody's first write
         return first
 
     def dealloc(self) -> None:
@@ -315,7 +315,7 @@ class Role:
         line, tmem = caller_line(), self.sm.tmem
         first, columns = tmem.free(self.agent)
         cells = ((first * QUARTERS, (first + columns) * QUARTERS),)
-        self.log.write(self.agent, tmem.name, cells, "dealloc", line)
+        self.order.write(self.agent, tmem.name, cells, "dealloc", line)
 
     # ---- fences, shared memory, registers --------------------------------------------------
 
@@ -334,7 +334,7 @@ class Role:
     def _fence(self, verb: str, kind: str) -> None:
         line = caller_line(3)
         if not self.sm.skips(self.agent, verb, "", line):
-            self.log.fence(self.agent, kind, verb, line)
+            self.order.fence(self.agent, kind, verb, line)
 
     def read(self, slot: Slot) -> torch.Tensor:
         """The values of a buffer's slot as they are now, float32. Takes no time: see `execute`."""
@@ -342,7 +342,7 @@ class Role:
         if slot.unwritten:
             self.sm.report_unwritten(self.agent, "read", slot.name, line)
         memory = slot.buffer.smem.name
-        self.log.read(self.agent, memory, slot.cells, f"read {slot.name}", line)
+        self.order.read(self.agent, memory, slot.cells, f"read {slot.name}", line)
         return slot.get().clone()
 
     def write(self, slot: Slot, values: torch.Tensor) -> None:
@@ -353,7 +353,7 @@ class Role:
                 f"{self.agent} writes {tuple(values.shape)} to {slot.name}, which is {slot.shape}"
             )
         memory = slot.buffer.smem.name
-        self.log.write(self.agent, memory, slot.cells, f"write {slot.name}", line)
+        self.order.write(self.agent, memory, slot.cells, f"write {slot.name}", line)
         slot.put(values)
 
     def setmaxnreg(self, registers: int) -> Generator:
@@ -423,7 +423,7 @@ class Role:
                 f"{sorted(self.parts)}"
             )
         view.check_allocated(self.agent)
-        strand = self.log.issue(self.agent, kind, op, line)
+        strand = self.order.issue(self.agent, kind, op, line)
         record(strand, view.tmem.name, view.cells, op, line, proxy="tensor")
 
     def _tmem_port(self, view: TmemView, op: str, tile: int, way: str) -> float:

@@ -11,7 +11,9 @@ import torch
 
 from .engines import ENGINES, Span
 from .machine import Machine
-from .sm import Sm
+from .sm import Pair, Sm
+
+Result = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Run:
 
     out (b, sq, h, d) in the inputs' dtype and lse (b, h, sq) float32, NaN where no CTA ran;
     cycles of each CTA that ran; the trace of the first; ctas in the whole grid; findings of each
-    CTA that ran: reads of unwritten memory, leaks, and races if an ordering checker observed it.
+    CTA that ran: reads of unwritten memory, leaks, and races if an ordering checker observed it;
+    tmem_log: what touched the first CTA's tensor memory, as `Tmem.log`.
     """
 
     machine: Machine
@@ -31,6 +34,7 @@ class Run:
     ctas: int
     flop: float
     findings: tuple[str, ...] = ()
+    tmem_log: tuple[tuple[float, float, str, str, int, int], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -67,13 +71,13 @@ def grid_run(
     q: torch.Tensor,
     k: torch.Tensor,
     tile_m: int,
-    cta: Callable[[int, int, int], tuple[Sm, Callable[[], tuple[torch.Tensor, torch.Tensor]]]],
+    cta: Callable[[int, int, int], tuple[Sm | Pair, Result]],
     max_ctas: int | None = None,
 ) -> Run:
     """Run the CTAs of a forward grid: query tiles fastest, then heads, then batch.
 
-    `cta(batch, head, m_block)` gives an `Sm` ready to run and a function that returns its
-    out (tile_m, d) and lse (tile_m,) afterwards.
+    `cta(batch, head, m_block)` gives an `Sm` (or `Pair`) ready to run and a function that returns
+    its out (tile_m, d) and lse (tile_m,) afterwards.
     """
     if max_ctas is not None and max_ctas < 1:
         raise ValueError(f"max_ctas must be at least 1; got {max_ctas}")
@@ -82,15 +86,18 @@ def grid_run(
     ctas = blocks * heads * batch
     out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
     lse = torch.full((batch, heads, seqlen_q), float("nan"))
-    cycles, trace, findings = [], (), []
+    cycles, findings, trace, tmem_log = [], [], (), ()
     for block in range(ctas if max_ctas is None else min(ctas, max_ctas)):
         m_block, head, b = block % blocks, block // blocks % heads, block // blocks // heads
         sm, result = cta(b, head, m_block)
         cycles.append(sm.run())
-        trace = trace or tuple(sm.trace)
+        if block == 0:
+            leader = sm.sms[0] if isinstance(sm, Pair) else sm
+            trace, tmem_log = tuple(sm.trace), tuple(leader.tmem.log)
         findings += [f"CTA {block}: {finding}" for finding in sm.findings()]
         rows = slice(m_block * tile_m, (m_block + 1) * tile_m)
         tile_out, tile_lse = result()
         out[b, rows, head], lse[b, head, rows] = tile_out.to(q.dtype), tile_lse
     flop = 4.0 * batch * heads * seqlen_q * k.shape[1] * head_dim
-    return Run(machine, out, lse, tuple(cycles), trace, ctas, flop, tuple(findings))
+    found = tuple(findings)
+    return Run(machine, out, lse, tuple(cycles), trace, ctas, flop, found, tmem_log)

@@ -2,8 +2,9 @@
 """One SM with one CTA on it, or the two SMs of a CTA pair: roles, engines, memories, findings.
 
 A stage's `model.py` describes its schedule with the verbs of `Role`; it computes real numbers and
-derives cycles. Left out: instruction latencies (but those of the asynchronous units), bank
-conflicts, and how warps of one sub-partition interleave within one `execute`.
+derives cycles. A role acts as one thread: what its own warps must order among themselves is not
+seen. Left out: latencies of arithmetic instructions, bank conflicts, how warps of one sub-partition
+interleave within one `execute`, and what issuing asynchronous operations costs their issuer.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class Sm:
 
     def leaks(self) -> list[str]:
         """What a finished CTA leaves behind that it should not."""
-        found = [f"barrier left in mid-phase: {_state(b)}" for b in _busy(self.barriers.values())]
+        found = [f"barrier left in mid-phase: {b!r}" for b in _busy(self.barriers.values())]
         for agent, (first, columns) in self.tmem.allocations.items():
             last = first + columns - 1
             found.append(f"{agent} did not free columns {first} ... {last} of {self.tmem.name}")
@@ -251,13 +252,6 @@ def _busy(barriers) -> list[MBarrier | NamedBarrier]:
     return [barrier for barrier in barriers if not barrier.idle]
 
 
-def _state(barrier: MBarrier | NamedBarrier) -> str:
-    """A barrier in words, with who is missing and what bytes were never delivered."""
-    if isinstance(barrier, NamedBarrier):
-        return repr(barrier)
-    return f"{barrier!r} ({barrier.to_come()})"
-
-
 def _run(env: simpy.Environment, sms: list[Sm]) -> float:
     *_, budget = _OBSERVED.get()
     if budget is None:
@@ -268,7 +262,7 @@ def _run(env: simpy.Environment, sms: list[Sm]) -> float:
     stuck = [role for sm in sms for role, process in sm.roles if process.is_alive]
     if stuck:
         waits = "; ".join(f"{role.agent} waits for {role.waits_for}" for role in stuck)
-        busy = [_state(barrier) for sm in sms for barrier in _busy(sm.barriers.values())]
+        busy = [repr(barrier) for sm in sms for barrier in _busy(sm.barriers.values())]
         states = f". Barriers in mid-phase: {'; '.join(busy)}" if busy else ""
         raise Deadlock(f"at cycle {env.now:.0f}: {waits}{states}")
     return env.now

@@ -3,7 +3,8 @@
 
 An MMA of depth K is K/16 instructions. Each takes the longer of its arithmetic and its operands'
 way through the shared-memory port, the next starts then; the result can be waited for a fixed
-latency later. Operands hold values already rounded to their dtype; sums are float32.
+latency later. The queue never fills, and issuing takes the issuer no time. Operands hold values
+already rounded to their dtype; sums are float32.
 """
 
 from __future__ import annotations
@@ -131,7 +132,10 @@ class TensorCore:
             for sm, values in zip(sms, results):
                 d, end = mma.d.on(sm.tmem), self.env.now
                 d.put(values)
-                sm.tmem.log.append((start, end, "write", mma.op, d.column, d.columns))
+                sm.tmem.log.append((start, end, "write", d.name, d.column, d.columns))
+                if isinstance(mma.a, TmemView):
+                    a = mma.a
+                    sm.tmem.log.append((start, end, "read", a.name, a.column, a.columns))
                 sm.engines.record(mma.role.agent, "tensor", mma.op, mma.tile, start, end)
             self.env.process(self._finish(mma))
 
