@@ -370,3 +370,46 @@ def roofline(
         print(json.dumps(found.as_dict(), indent=1))
     else:
         derived.print_roofline(found, console, _table)
+
+
+@app.command()
+@clear_errors
+def mutate(
+    stage: StageArgument,
+    fast: Annotated[bool, typer.Option("--fast", help="A third of the sites.")] = False,
+    head_dim: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Head dim; the largest when not given."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Verdicts as JSON.")] = False,
+) -> None:
+    """Delete each wait, arrive and fence of the stage's model in turn; does anything notice?
+
+    What survives unexplained makes the exit code 1.
+    """
+    from rich.progress import track
+
+    from . import mutation
+
+    subject = mutation.stage_subject(stage, head_dim)
+    progress = functools.partial(
+        track,
+        description=f"stage {stage.tag}: deleting",
+        console=errors,
+        transient=True,
+        disable=not errors.is_terminal,
+    )
+    report = mutation.mutate(subject, fast, progress)
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=1))
+    else:
+        table = _table("site", "line", "verdict", "how it shows, or why not", whole=3)
+        files = {row.site.line.partition(":")[0] for row in report.verdicts}
+        for row in report.verdicts:
+            line = row.site.line.rpartition(":" if len(files) == 1 else "/")[2]
+            table.add_row(str(row.site), line, row.label, row.short or row.reason)
+        console.print(table)
+        console.print(f"Lines of {', '.join(sorted(files))}.", highlight=False)
+        console.print(report.summary(), markup=False, highlight=False)
+    if report.complaints:
+        raise AssertionError("\n".join(report.complaints))

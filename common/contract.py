@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import facts, inputs, numerics, reference
+from . import facts, inputs, mutation, numerics, reference
 from .compile import CompiledKernel, CompileKey, DslMissing, require_dsl
 from .pairwise import pairwise
 from .plan import Plan
@@ -223,6 +223,16 @@ def check_model(stage: Stage, case: Case) -> list[numerics.Comparison]:
     problem = case.problem()
     run = stage.simulate(problem.q, problem.k, problem.v, softmax_scale=problem.softmax_scale)
     return [verdict.check() for verdict in judge(problem, run.out, run.lse)]
+
+
+def check_mutation(stage: Stage, fast: bool = True, head_dim: int | None = None) -> mutation.Report:
+    """Every synchronisation deleted from the model is missed, or the stage says why it is not.
+
+    fast: a third of them. head_dim: the envelope's last when None.
+    """
+    report = mutation.mutate(mutation.stage_subject(stage, head_dim), fast)
+    assert not report.complaints, f"{report.summary()}\n" + "\n".join(report.complaints)
+    return report
 
 
 # ---- compile tier --------------------------------------------------------------------------

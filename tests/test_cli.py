@@ -23,6 +23,7 @@ COMMANDS = (
     "verify",
     "model",
     "roofline",
+    "mutate",
 )
 
 

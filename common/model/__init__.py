@@ -11,7 +11,7 @@ from .machine import B200, B300, H200, MACHINES, Figure, Machine
 from .memory import Buffer, Global, Slot, Tile
 from .role import Role
 from .run import Run, grid_run
-from .sm import Deadlock, NoOrdering, Pair, Sm, observe
+from .sm import Budget, Deadlock, NoOrdering, Pair, Sm, TooManyEvents, observe
 from .tmem import Tmem, TmemView
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "MACHINES",
     "PARTS",
     "BarrierFault",
+    "Budget",
     "Buffer",
     "Deadlock",
     "Figure",
@@ -41,6 +42,7 @@ __all__ = [
     "Tile",
     "Tmem",
     "TmemView",
+    "TooManyEvents",
     "grid_run",
     "observe",
 ]

@@ -111,6 +111,8 @@ class Role:
 
     def expect_tx(self, barrier: str, size: int, to: int | None = None) -> None:
         """The current phase of an mbarrier also waits for `size` bytes; `arrive` is separate."""
+        if self.sm.skips(self.agent, "expect_tx", barrier, caller_line()):
+            return
         sm = self.sm if to is None else self.sm.at_rank(to)
         self._barrier(barrier, MBarrier, "producers", sm=sm).expect_tx(size)
 

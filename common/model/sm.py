@@ -9,6 +9,7 @@ interleave within one `execute`, and what issuing asynchronous operations costs 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,11 +28,28 @@ from .tensor import TensorCore
 from .tmem import Tmem
 
 Skip = Callable[[str, str, str, str], bool]
-_OBSERVED: ContextVar[tuple] = ContextVar("observed", default=(None, None))
+_OBSERVED: ContextVar[tuple] = ContextVar("observed", default=(None, None, None))
 
 
 class Deadlock(RuntimeError):
     """Nothing can happen any more; the message lists who waits for what."""
+
+
+class TooManyEvents(RuntimeError):
+    """A run took more events than its budget: it may never end."""
+
+
+class Budget:
+    """How many events runs may take together, and how many they took."""
+
+    def __init__(self, limit: int):
+        self.limit, self.used = limit, 0
+
+    def spend(self, now: float) -> None:
+        """One more event; TooManyEvents when there is none left."""
+        if self.used == self.limit:
+            raise TooManyEvents(f"at cycle {now:.0f}: still running after {self.limit} events")
+        self.used += 1
 
 
 class NoOrdering:
@@ -46,13 +64,18 @@ class NoOrdering:
 
 
 @contextmanager
-def observe(ordering: Callable[[], object] | None = None, skip: Skip | None = None) -> Iterator:
+def observe(
+    ordering: Callable[[], object] | None = None,
+    skip: Skip | None = None,
+    budget: Budget | None = None,
+) -> Iterator:
     """Within it every new Sm or Pair gets its own `ordering()` and leaves out what `skip` says.
 
     `skip(agent, verb, barrier, line)` is asked at each call of a verb that only orders: wait, sync,
-    arrive, commit, bulk_wait, wait_ld, wait_st, fence_before, fence_after, fence_proxy.
+    arrive, expect_tx, commit, bulk_wait, wait_ld, wait_st, fence_before, fence_after, fence_proxy.
+    `budget`: the events that all runs within it may take; TooManyEvents beyond.
     """
-    token = _OBSERVED.set((ordering, skip))
+    token = _OBSERVED.set((ordering, skip, budget))
     try:
         yield
     finally:
@@ -89,7 +112,7 @@ class Sm:
         self.machine, self.plan, self.pair, self.rank = machine, plan.check(), pair, rank
         if plan.tmem and "tmem" not in machine.figures:
             raise ValueError(f"the plan uses tensor memory, which {machine.name} does not have")
-        make, self._skip = _OBSERVED.get()
+        make, self._skip, _ = _OBSERVED.get()
         self.ordering = ordering or (pair.ordering if pair else make() if make else NoOrdering())
         self.env = pair.env if pair else simpy.Environment()
         self.suffix = f"@{rank}" if pair else ""
@@ -190,7 +213,7 @@ class Pair:
     """
 
     def __init__(self, machine: Machine, plan: Plan, ordering=None):
-        make, _ = _OBSERVED.get()
+        make, *_ = _OBSERVED.get()
         self.env = simpy.Environment()
         self.ordering = ordering or (make() if make else NoOrdering())
         self._cluster: dict[str, NamedBarrier] = {}
@@ -230,7 +253,12 @@ def _busy(barriers) -> list[MBarrier | NamedBarrier]:
 
 
 def _run(env: simpy.Environment, sms: list[Sm]) -> float:
-    env.run()
+    *_, budget = _OBSERVED.get()
+    if budget is None:
+        env.run()
+    while budget is not None and env.peek() < math.inf:
+        budget.spend(env.now)
+        env.step()
     stuck = [role for sm in sms for role, process in sm.roles if process.is_alive]
     if stuck:
         waits = "; ".join(f"{role.agent} waits for {role.waits_for}" for role in stuck)

@@ -12,6 +12,12 @@ from . import config
 LN2 = math.log(2.0)
 WORD = 4  # bytes of a float32
 VECTOR = 4  # float32 words of one 16-byte shared-memory load, and FMAs it feeds
+REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
+    "COMPUTE sync kv_full": "128 threads act as one here, which has written the tile it reads; "
+    "a GPU needs it, and check_facts finds it in the compiled code",
+    "COMPUTE sync kv_empty": "128 threads act as one here, which has read the tile it overwrites; "
+    "a GPU needs it, and check_facts finds it in the compiled code",
+}
 
 
 def run(q, k, v, softmax_scale: float, machine: Machine, max_ctas: int | None = None) -> Run:
