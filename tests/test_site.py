@@ -67,7 +67,7 @@ def test_links_inside_the_site_resolve(site):
 
 def test_stage_page_shows_source_tables_and_evidence(site):
     page = (site / "stages" / "01" / "index.html").read_text(encoding="utf-8")
-    assert "online_softmax_step" in page and "stages/01/softmax.py" in page
+    assert "exponentials" in page and "stages/01/softmax.py" in page
     assert "<caption>barriers" in page and '<pre class="mermaid">' in page
     assert "Not yet executed on hardware." in page or ">M</abbr>" in page
     assert "language-stage-diff" not in page and "```" not in page  # no fence fell through
