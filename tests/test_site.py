@@ -71,3 +71,30 @@ def test_stage_page_shows_source_tables_and_evidence(site):
     assert "<caption>barriers" in page and '<pre class="mermaid">' in page
     assert "Not yet executed on hardware." in page or ">M</abbr>" in page
     assert "language-stage-diff" not in page and "```" not in page  # no fence fell through
+
+
+HEADINGS = [
+    "Roadmap",
+    "At a glance",
+    "The problem",
+    "The idea",
+    "The diff",
+    "Walk through the code",
+    "Synchronisation",
+    "Numerics",
+    "Measured",
+    "What went wrong",
+    "Run it",
+    "Check yourself",
+    "Where production differs",
+]
+
+
+@pytest.mark.parametrize("page", [page for page in nav_pages() if page.startswith("stages/")])
+def test_stage_page_follows_the_template(page, site):
+    folder = page.removesuffix("/index")
+    text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", text, re.M) == HEADINGS
+    assert "**Prediction.**" in text and text.count("<summary>") == 3
+    built = (site / folder / "index.html").read_text(encoding="utf-8")
+    assert "<caption>barriers" in built and '<pre class="mermaid">' in built and "```" not in built

@@ -6,6 +6,7 @@ more, BUDGETS says how much and why. `model.py` restates the schedule and is not
 """
 
 import shutil
+from itertools import pairwise
 from typing import NamedTuple
 
 import flash_ladder
@@ -14,7 +15,7 @@ from flash_ladder.common.diff import DiffStats, stage_diff_stats
 from flash_ladder.common.fences import stage_folder
 
 WRITTEN = [n for n in flash_ladder.STAGES if (stage_folder(n) / "kernel.py").is_file()]
-STEPS = list(zip(WRITTEN[:-1], WRITTEN[1:]))
+STEPS = list(pairwise(WRITTEN))
 
 
 class Budget(NamedTuple):
