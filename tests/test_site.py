@@ -67,7 +67,7 @@ def test_links_inside_the_site_resolve(site):
 
 def test_stage_page_shows_source_tables_and_evidence(site):
     page = (site / "stages" / "01" / "index.html").read_text(encoding="utf-8")
-    assert "online_softmax_step" in page and "stages/01/softmax.py" in page
+    assert "exponentials" in page and "stages/01/softmax.py" in page
     assert "<caption>barriers" in page and '<pre class="mermaid">' in page
     assert "Not yet executed on hardware." in page or ">M</abbr>" in page
     assert "language-stage-diff" not in page and "```" not in page  # no fence fell through
@@ -77,3 +77,30 @@ def test_model_page_shows_timeline_and_roofline(site):
     page = (site / "model" / "index.html").read_text(encoding="utf-8")
     assert page.count('class="fl-timeline"') == 1 and "derived cycles, not measured" in page
     assert (site / "img" / "roofline.svg").is_file() and "img/roofline.svg" in page
+
+
+HEADINGS = [
+    "Roadmap",
+    "At a glance",
+    "The problem",
+    "The idea",
+    "The diff",
+    "Walk through the code",
+    "Synchronisation",
+    "Numerics",
+    "Measured",
+    "What went wrong",
+    "Run it",
+    "Check yourself",
+    "Where production differs",
+]
+
+
+@pytest.mark.parametrize("page", [page for page in nav_pages() if page.startswith("stages/")])
+def test_stage_page_follows_the_template(page, site):
+    folder = page.removesuffix("/index")
+    text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", text, re.M) == HEADINGS
+    assert "**Prediction.**" in text and text.count("<summary>") == 3
+    built = (site / folder / "index.html").read_text(encoding="utf-8")
+    assert "<caption>barriers" in built and '<pre class="mermaid">' in built and "```" not in built
