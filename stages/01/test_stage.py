@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of this stage, in three tiers; the same file in every stage.
 
-Host: plan, refusals, model against the oracle. Compile: builds, facts, evidence (needs the CuTe
+Host: plan, refusals, model against the oracle, mutation. Compile: builds, facts, evidence (needs the CuTe
 DSL, no GPU). Gpu: every case on this machine's GPU.
 """
 
@@ -42,6 +42,10 @@ def test_host_refusal(name):
 @pytest.mark.parametrize("case", contract.cases(STAGE, contract.HOST_SIZES), ids=str)
 def test_host_model(case):
     contract.check_model(STAGE, case)
+
+
+def test_host_mutation():
+    contract.check_mutation(STAGE, fast=True)
 
 
 @pytest.mark.parametrize("key", contract.compile_keys(STAGE), ids=lambda key: key.name)

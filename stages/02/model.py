@@ -20,6 +20,16 @@ LN2 = math.log(2.0)
 SLOTS_MAX = 0.5  # a 3-input max takes two scores
 SLOTS_EXP = 2.79  # FMA and add packed by two, exp2, conversion of two, and everything else
 SLOTS_RESCALE = 0.56  # per column of O; as many columns as scores at head dim 128
+REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
+    "COMPUTE fence_before in compute #1": "only alloc came before, which is synchronous",
+    "COMPUTE fence_after in compute #1": "only alloc came before, which is synchronous",
+    "COMPUTE sync *": "128 threads act as one here; a GPU needs it, check_facts looks for it",
+    "COMPUTE fence_before in key_tile": "128 threads act as one here; a GPU needs it",
+    "COMPUTE fence_after in key_tile #2": "128 threads act as one here; a GPU needs it",
+    "COMPUTE wait_st in rescale": "the wait_st after P covers O as well",
+    "COMPUTE fence_before in compute #2": "after wait_ld only dealloc, synchronous, follows",
+    "COMPUTE fence_after in compute #2": "after wait_ld only dealloc, synchronous, follows",
+}
 
 
 def run(q, k, v, softmax_scale: float, machine: Machine, max_ctas: int | None = None) -> Run:

@@ -20,6 +20,13 @@ LN2 = math.log(2.0)
 SLOTS_MAX = 0.5  # a 3-input max takes two scores
 SLOTS_EXP = 2.79  # FMA and add packed by two, exp2, conversion of two, and everything else
 SLOTS_RESCALE = 0.56  # per column of O; as many columns as scores at head dim 128
+REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
+    "* fence_before in begin": "only alloc came before, which is synchronous",
+    "* fence_after in begin": "start orders alloc alone, which is synchronous",
+    "SOFTMAX? wait_st in rescale": "the wait_st after P covers O as well",
+    "SOFTMAX? fence_before in softmax #2": "after wait_ld only dealloc, synchronous, follows",
+    "MMA fence_after in mma": "only dealloc follows, which is synchronous",
+}
 
 
 def run(q, k, v, softmax_scale: float, machine: Machine, max_ctas: int | None = None) -> Run:

@@ -19,6 +19,15 @@ LN2 = math.log(2.0)
 SLOTS_MAX = 0.5  # a 3-input max takes two scores
 SLOTS_EXP = 2.79  # FMA and add packed by two, exp2, conversion of two, and everything else
 SLOTS_RESCALE = 90 / 128  # per column of O: 90 in the compiled loop of CORRECTION at head dim 128
+REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
+    "* fence_before in begin": "only alloc came before, which is synchronous",
+    "* fence_after in begin": "start orders alloc alone, which is synchronous",
+    "SOFTMAX? wait stats_empty? in softmax #1": "S full follows o_rescaled, which follows the read",
+    "SOFTMAX? fence_before in softmax #1": "CORRECTION touches O alone; s_full released its PV",
+    "MMA wait o_staged0": "CORRECTION stages tile 1 after tile 0: o_staged1 implies it",
+    "CORRECTION fence_before in correction #2": "after wait_ld only dealloc, synchronous, follows",
+    "MMA fence_after in mma": "only dealloc follows, which is synchronous",
+}
 
 
 def run(q, k, v, softmax_scale: float, machine: Machine, max_ctas: int | None = None) -> Run:
