@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of this stage, in three tiers; the same file in every stage.
 
-Host: plan, refusals, model against the oracle, mutation. Compile: builds, facts, evidence (needs the CuTe
-DSL, no GPU). Gpu: every case on this machine's GPU.
+Host: plan, refusals, model against the oracle, mutation. Compile: builds, facts, evidence (needs
+the CuTe DSL, no GPU). Gpu: every case on this machine's GPU.
 """
 
 import pytest
