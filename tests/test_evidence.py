@@ -209,9 +209,9 @@ def test_every_run_and_kernel_is_looked_at(stage, recorded):
 def test_a_changed_line_of_kernel_code_makes_evidence_stale(recorded, copy_sources, run_python):
     folder = copy_sources("changed")
     path = folder / "stages/01/softmax.py"
-    line = "minus_max = -new_max * scale_log2"
+    line = "minus_max = -row_max * scale_log2"
     assert path.read_text().count(line) == 1
-    path.write_text(path.read_text().replace(line, "minus_max = new_max * -scale_log2 - 1.0"))
+    path.write_text(path.read_text().replace(line, "minus_max = row_max * -scale_log2 - 1.0"))
     code = STALE.format(recorded=json.dumps(_evidence(recorded)))
     (reason,) = json.loads(run_python(code, folder))
     assert "01-sm_100a-float16-d64: the code that ran on Some GPU" in reason

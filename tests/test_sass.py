@@ -376,7 +376,8 @@ def test_tcgen05_kernel_agrees_with_its_declaration(attention):
         "tensor_ceiling": (">=", 0.9),
     }
     assert compare_with(declared, ptx_facts(ptx), one) == []
-    assert set(flat(ptx_facts(ptx), one)) == set(FACT_NAMES)
+    missing = {"correction_issue"}  # this kernel has no correction role
+    assert set(flat(ptx_facts(ptx), one)) == set(FACT_NAMES) - missing
     (difference,) = compare_with({"registers": 1}, ptx_facts(ptx), one)
     assert difference.startswith("registers: declared == 1, compiled code has ")
 
