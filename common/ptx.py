@@ -119,17 +119,25 @@ class _Reader:
         self.blocks = [Block(None, 0)]
         self.block, self.line, self.start, self.vectors = 0, 1, 1, 0
         self.pending = ""
+        self.opened: list[int] = []  # line of each '{' that is still open
 
     def read(self, text: str) -> Program:
         for match in _TOKEN.finditer(text):
             token = match[0]
             self._take(token)
             self.line += token.count("\n")
-        if self.pending.strip():
-            self._finish()
         if self.block:
-            raise PtxError(f"line {self.line}: {self.blocks[self.block].depth} '{{' not closed")
+            raise PtxError(f"line {self.opened[-1]}: this '{{' is not closed")
+        if self.pending.strip():
+            self._last_line()
         return Program(tuple(self.statements), tuple(self.blocks))
+
+    def _last_line(self):
+        """A directive needs no semicolon; anything else was cut off."""
+        text = " ".join(self.pending.split())
+        if not text.startswith("."):
+            raise PtxError(f"line {self.start}: {text!r} after the last statement")
+        self._finish()
 
     def _take(self, token: str):
         waiting = self.pending.strip()
@@ -143,12 +151,14 @@ class _Reader:
             self._finish()
             self._emit("{", (), "{")
             self.blocks.append(Block(self.block, self.blocks[self.block].depth + 1))
+            self.opened.append(self.line)
             self.block = len(self.blocks) - 1
         elif token == "}" and not self.vectors:
             self._finish()
             if not self.block:
                 raise PtxError(f"line {self.line}: '}}' without '{{'")
             self.block = self.blocks[self.block].parent
+            self.opened.pop()
             self._emit("}", (), "}")
         elif token == ":" and _LABEL.fullmatch(waiting) and not waiting.startswith("."):
             self._emit(":", (waiting,), waiting + ":")

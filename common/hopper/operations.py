@@ -36,7 +36,7 @@ BLACKWELL_ONLY = re.compile(
     r"|^(ld|st)\b.*(\.v8\b|\.v4\.[bfus]64)|^(ld|st)matrix\..*\.b(8|6|4)|^redux\.sync\..*f32"
     r"|^multimem\..*(e4m3|e5m2|acc::)"
 )
-_THREADS = re.compile(r"%ntid(\.x)?")
+_THREADS = re.compile(r"%(ntid|nwarpid|total_smem_size)\b")
 
 
 def operation(pattern: str) -> Callable[[Lowering], Lowering]:
@@ -60,10 +60,10 @@ def lower(context: Context, statement: Statement) -> str:
             return _guarded(context, statement, text)
     root = statement.opcode.partition(".")[0]
     if root not in NATIVE:
-        raise refuse(statement, f"operation {root} is not on the allow-list")
+        raise refuse(statement, f"operation {statement.opcode} is not on the allow-list")
     if BLACKWELL_ONLY.search(statement.opcode):
         raise refuse(statement, "this form exists on Blackwell only and has no lowering")
-    if context.has_tensor_memory and any(map(_THREADS.fullmatch, statement.operands)):
+    if context.has_tensor_memory and any(map(_THREADS.search, statement.operands)):
         return _guarded(context, statement, _main_threads(context, statement))
     return statement.text + ";"
 
@@ -141,8 +141,9 @@ def _cluster_barrier(context: Context, statement: Statement) -> str:
 
 def _main_threads(context: Context, statement: Statement) -> str:
     """Reading %ntid.x gives the number of main threads."""
-    if not re.fullmatch(r"mov\.[bsu](16|32)|cvt\.[\w.]+", statement.opcode):
-        raise refuse(statement, "this way of reading %ntid is not on the allow-list")
+    form = re.fullmatch(r"mov\.[bsu](16|32)|cvt\.[\w.]+", statement.opcode)
+    if not form or statement.operands[1] not in ("%ntid", "%ntid.x"):
+        raise refuse(statement, "this way of reading the size of a CTA is not on the allow-list")
     scope = context.scope()
     if statement.opcode.startswith("mov"):
         return f"{statement.opcode} {statement.operands[0]}, {context.main_threads};"

@@ -75,6 +75,9 @@ def rewrite(ptx: str, engine: str) -> str:
     context = Context(program, _threads(body[0]), uses_tmem)
     module = program.module()
     before = [s for s in module if s.line < body[0].line]
+    for statement in module[len(before) + 1 :]:  # the kernel itself stands between
+        if statement.opcode not in (".section", ".file"):
+            raise refuse(statement, "nothing but debug sections may follow the kernel")
     shared = [match[1] for s in before if (match := DYNAMIC_SMEM.match(s.text))]
     lines = [f".version {PTX_VERSION}", f".target {TARGET}", ".address_size 64"]
     if uses_tmem:
