@@ -384,3 +384,25 @@ def test_rewriter_hash_tells_sources_apart(name, monkeypatch):
 
     monkeypatch.setattr(pathlib.Path, "read_bytes", changed)
     assert rewriter_hash() != before
+
+
+@pytest.mark.parametrize(
+    "after", ("mov.u32 %r1, %r2;\n", ".global .align 4 .b32 later;\n", "mov.u32 %r1, %r2\n")
+)
+def test_text_after_the_kernel_refused(after):
+    assert rewrite(kernel() + ".section .debug_info\n{\n.b8 1\n}\n", declarations())
+    line = kernel().count("\n") + 1
+    with pytest.raises(ValueError, match=rf"line {line}: .*(follow|after)"):
+        rewrite(kernel() + after, declarations())
+
+
+@pytest.mark.parametrize("text", ("mov.b64 %rd1, {%ntid.x, %r3};", "mov.u32 %r1, %nwarpid;"))
+def test_size_of_the_cta_in_another_form_refused(text):
+    with pytest.raises(HopperRewriteError, match="size of a CTA"):
+        rewrite(kernel(text), declarations())
+
+
+def test_file_that_was_cut_off_names_the_open_brace():
+    line = kernel()[: kernel().index("{")].count("\n") + 1
+    with pytest.raises(ValueError, match=rf"line {line}: .*not closed"):
+        rewrite(kernel().removesuffix(TAIL), declarations())

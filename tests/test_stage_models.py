@@ -7,7 +7,7 @@ import pytest
 import torch
 from flash_ladder import load
 from flash_ladder.common import plan
-from flash_ladder.common.model import B200, Run, observe
+from flash_ladder.common.model import B200, Deadlock, Run, observe
 from flash_ladder.common.ordering import Ordering
 
 TAGS = (2, 3, 4)
@@ -189,3 +189,13 @@ def test_the_ring_bounds_stage_04_at_head_dim_128(monkeypatch):
     print({key: round(value) for key, value in cycles.items()})
     assert cycles[4, 4] < 0.92 * cycles[4, 3]
     assert cycles[3, 4] > 0.99 * cycles[3, 3]
+
+
+@pytest.mark.parametrize("number", PAIRED)
+def test_a_ring_of_one_slot_deadlocks(monkeypatch, number):
+    """What page 03 predicts: MMA wants the next K before the last PV frees the only slot."""
+    monkeypatch.setitem(load(number).config.KV_STAGES, 128, 1)
+    with pytest.raises(Deadlock) as stuck:
+        _run(number, rows=256, key_tiles=2, head_dim=128)
+    assert "MMA waits for kv_full" in str(stuck.value)
+    assert "LOAD waits for kv_empty" in str(stuck.value)

@@ -397,6 +397,8 @@ class Role:
         """The barrier called `name`; the plan must know this role on one of `sides` of it."""
         barriers = (sm or self.sm).barriers
         if name not in barriers:
+            name = name.removesuffix("[0]")  # a ring of one slot has no index in the plan
+        if name not in barriers:
             raise BarrierFault(f"{self.agent} uses {name}; barriers are {list(barriers)}")
         if not isinstance(barriers[name], kind):
             raise BarrierFault(f"{self.agent}: wrong verb for {name}, a {type(barriers[name])}")

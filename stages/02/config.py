@@ -108,6 +108,16 @@ DECLARED = {
         "max": tile_n,
         "tma_loads": 3 * head_dim // 64,  # Q, K, V: 128 bytes of each row at a time
         "tma_stores": head_dim // 64,  # O
+        "mbarrier_waits": 5,  # Q, K, V, S and O full
+        "mbarrier_arrives": 3,
+        "commits": 2,
+        "tmem_fences": 8,
+        "tmem_load_waits": 1 + head_dim // 16,  # S; O while rescaling and at the end
+        "tmem_store_waits": 2,  # P, O
+        "proxy_fences": 1,  # before the stores of O
+        "init_fences": 1,
+        "tmem_deallocs": 1,
+        "slots_per_element": ("<=", 5.1),
     }
     for head_dim, tile_n in TILE_N.items()
 }

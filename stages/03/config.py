@@ -122,6 +122,19 @@ DECLARED = {
         "mma_ts": 4 * tile_n // 16,  # PV of two tiles, in the loop and last
         "ex2": 2 * (tile_n + 1),  # two softmax warpgroups
         "max": 2 * tile_n,
+        "mbarrier_waits": 19,  # one for each wait in the sources, unrolled by tile
+        "mbarrier_arrives": 8,
+        "commits": 9,
+        "tmem_fences": 15,
+        "tmem_load_waits": 2 * (1 + head_dim // 16),  # S; O while rescaling and at the end
+        "tmem_store_waits": 4,  # P, O of two tiles
+        "proxy_fences": 2,  # before the stores of O
+        "init_fences": 1,
+        "tmem_deallocs": 1,
+        "slots_per_element": ("<=", 3.9),
+        "mma_warp_issue": ("<=", 250),
+        "tile_cycles_smem": ("<=", 768),
+        "tensor_ceiling": (">=", 0.99 if head_dim == 128 else 0.49),
     }
     for head_dim, tile_n in TILE_N.items()
 }

@@ -130,6 +130,15 @@ DECLARED = {
         "mma_ts": 4 * tile_n // 16,  # PV of two tiles, in the loop and last
         "ex2": 2 * (tile_n + 1),  # two softmax warpgroups
         "max": 2 * tile_n,
+        "mbarrier_waits": 33,  # one for each wait in the sources, unrolled by tile
+        "mbarrier_arrives": 20,
+        "commits": 9,
+        "tmem_fences": 21,
+        "tmem_load_waits": 2 * (1 + head_dim // 16),  # S; O while rescaling and at the end
+        "tmem_store_waits": 4,  # P, O of two tiles
+        "proxy_fences": 2,  # before the stores of O
+        "init_fences": 1,
+        "tmem_deallocs": 1,
         "slots_per_element": ("<=", 3.55),
         "mma_warp_issue": ("<=", 250),
         "correction_issue": ("<=", 95),
