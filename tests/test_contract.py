@@ -343,3 +343,18 @@ def test_without_a_gpu_the_tier_says_so(stage, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "an old GPU")
     assert contract_gpu.gpu_skip_reason(stage) == "stage 01 does not run on an old GPU"
+
+
+def test_ptx_is_checked_where_machine_code_cannot_be_read(kernel, stage, monkeypatch):
+    """Without nvdisasm a PTX fact that differs still fails; only then is the tool missed."""
+
+    def without_tool(kernel):
+        raise MissingTool("no nvdisasm here")
+
+    monkeypatch.setattr(contract, "read_kernel", without_tool)
+    with pytest.raises(MissingTool):
+        contract.check_facts(stage, kernel)
+    declared = contract.declared_facts(stage, kernel.key)
+    monkeypatch.setattr(contract, "declared_facts", lambda *_: {**declared, "ex2": 1})
+    with pytest.raises(AssertionError, match="ex2: declared == 1"):
+        contract.check_facts(stage, kernel)

@@ -4,8 +4,11 @@
 import copy
 import datetime
 import json
+import pathlib
+import re
 
 import pytest
+from flash_ladder import load
 from flash_ladder.common import evidence
 from flash_ladder.common.compile import compile_stage, versions
 from flash_ladder.common.evidence import EvidenceError, add, stale, validate
@@ -102,6 +105,15 @@ def test_evidence_that_breaks_the_schema_is_refused(stage, name):
     made, words = BAD[name]
     with pytest.raises(EvidenceError, match=words):
         validate(made, stage)
+
+
+def test_a_stage_that_the_readme_calls_executed_has_evidence():
+    """The contract skips a stage without evidence; this keeps evidence from going unnoticed."""
+    readme = (pathlib.Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\d\d) .*\| ([^|]*) \|$", readme, re.M)
+    executed = {int(tag) for tag, state in rows if "executed on an H200" in state}
+    assert executed == {int(tag) for tag, _ in rows if load(int(tag)).evidence["runs"]}
+    assert executed
 
 
 def test_the_evidence_of_every_stage_follows_the_schema(stage):

@@ -54,7 +54,7 @@ def test_compile_facts(dsl, key):
     try:
         contract.check_facts(STAGE, kernel)
     except MissingTool as missing:
-        pytest.skip(f"compiled, but its machine code was not read: {missing}")
+        pytest.skip(f"its PTX is as declared, its machine code was not read: {missing}")
 
 
 def test_compile_evidence(dsl):
