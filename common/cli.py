@@ -239,21 +239,24 @@ def diff(
 def pack(
     stage: StageArgument,
     out: Annotated[pathlib.Path, typer.Option(help="Folder for the artefacts.")],
+    log: Annotated[bool, typer.Option("--log", help="With the executed log as well.")] = False,
 ) -> None:
     """Build the stage's kernels for execution on Hopper, ahead of time and without a GPU.
 
     On the GPU machine, FLASH_LADDER_ARTEFACTS=FOLDER uses them instead of compiling.
     """
     from .compile import CompileKey
+    from .hopper.run import artefact_name
     from .hopper.run import pack as pack_kernel
 
     for dtype in stage.config.ENVELOPE.dtypes:
         for head_dim in stage.config.ENVELOPE.head_dims:
-            key = CompileKey(stage.number, "sm_100a", dtype, head_dim)
-            folder = out / key.name
-            folder.mkdir(parents=True)
-            pack_kernel(stage, key, folder)
-            console.print(str(folder), soft_wrap=True)
+            for with_log in (False, True) if log else (False,):
+                key = CompileKey(stage.number, "sm_100a", dtype, head_dim)
+                folder = out / artefact_name(key, with_log)
+                folder.mkdir(parents=True)
+                pack_kernel(stage, key, folder, with_log)
+                console.print(str(folder), soft_wrap=True)
 
 
 @app.command()

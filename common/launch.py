@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _KERNELS: dict[tuple, CompiledKernel | HopperKernel] = {}
 _MODE: contextvars.ContextVar[str | None] = contextvars.ContextVar("mode", default=None)
+_LOG: contextvars.ContextVar[bool] = contextvars.ContextVar("log", default=False)
 ARCH_OF = {
     (8, 0): "sm_80",
     (8, 6): "sm_86",
@@ -62,13 +63,17 @@ def modes(stage: Stage, device: torch.device) -> list[str]:
 
 
 @contextlib.contextmanager
-def execution(mode: str) -> Iterator[None]:
-    """While open, kernels run in `mode`, also where another would be the usual way."""
-    token = _MODE.set(mode)
+def execution(mode: str, log: bool = False) -> Iterator[None]:
+    """While open, kernels run in `mode`, also where another would be the usual way.
+
+    log: rewritten kernels are those with the executed log.
+    """
+    mode_token, log_token = _MODE.set(mode), _LOG.set(log)
     try:
         yield
     finally:
-        _MODE.reset(token)
+        _MODE.reset(mode_token)
+        _LOG.reset(log_token)
 
 
 def kernel_for(
@@ -84,18 +89,20 @@ def kernel_for(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
             + (f" and cannot run it {mode}" if mode else "")
         )
-    key = (stage.number, mode, native_arch(device), problem.dtype, problem.head_dim, device.index)
+    log = mode == "rewritten" and _LOG.get()
+    arch = native_arch(device)
+    key = (stage.number, mode, log, arch, problem.dtype, problem.head_dim, device.index)
     if key not in _KERNELS:
-        _KERNELS[key] = _find_kernel(stage, mode, problem, device)
+        _KERNELS[key] = _find_kernel(stage, mode, log, problem, device)
     return _KERNELS[key]
 
 
-def _find_kernel(stage: Stage, mode: str, problem: Problem, device: torch.device):
+def _find_kernel(stage: Stage, mode: str, log: bool, problem: Problem, device: torch.device):
     """Compile, or read from disk; milliseconds at best, so `kernel_for` keeps the result."""
     if mode == "rewritten":
         from .hopper.run import hopper_kernel
 
-        return hopper_kernel(stage, problem.dtype, problem.head_dim, device)
+        return hopper_kernel(stage, problem.dtype, problem.head_dim, device, log)
     arch = native_arch(device)
     return compile_stage(stage, arch=arch, dtype=problem.dtype, head_dim=problem.head_dim)
 

@@ -44,6 +44,7 @@ class HopperObject:
     ptx_sha256: str
     rewriter_sha256: str
     uses_engine: bool
+    log: bool
 
     @property
     def ptx(self) -> str:
@@ -71,19 +72,25 @@ def read_object(folder: pathlib.Path) -> HopperObject:
 
 
 def build(
-    function: Callable, arguments: tuple, folder: pathlib.Path, symbol: str, **keywords
+    function: Callable,
+    arguments: tuple,
+    folder: pathlib.Path,
+    symbol: str,
+    log: bool = False,
+    **keywords,
 ) -> HopperObject:
     """Compile a `@cute.jit` function for sm_100a, rewrite its kernel, write a runnable object.
 
     Args: function with one kernel launch; arguments and keywords as for `cute.compile`; folder
-    exists; symbol names the exported function. Raises HopperRewriteError, AssemblerMissing.
+    exists; symbol names the exported function; log: as for `rewrite`. Raises HopperRewriteError,
+    AssemblerMissing.
     """
     compiled = _compile(function, arguments, keywords, folder, 0)
     ptx = compiled.__ptx__.rstrip("\0")
     uses_engine = "tcgen05." in ptx
     if uses_engine:
         compiled = _with_engine_threads(function, arguments, keywords, folder, ptx)
-    text = rewrite(ptx, engine_ptx() if uses_engine else "")
+    text = rewrite(ptx, engine_ptx() if uses_engine else "", log)
     (folder / "kernel.ptx").write_text(ptx)
     (folder / "rewritten.ptx").write_text(text)
     exchange_binary(compiled.ir_module, assemble(text))
@@ -93,6 +100,7 @@ def build(
         "ptx_sha256": ptx_hash(ptx),
         "rewriter_sha256": rewriter_hash(),
         "uses_engine": uses_engine,
+        "log": log and uses_engine,
     }
     (folder / "facts.json").write_text(json.dumps(facts, indent=1))
     return HopperObject(folder, **facts)

@@ -41,6 +41,8 @@ constexpr u32 MAX_MAIN_THREADS = 864;
 
 constexpr u32 FLAG_EAGER = 1;        // MMAs run as soon as they are queued
 constexpr u32 FLAG_UNCOMMITTED = 2;  // MMAs never committed are a fault
+constexpr u32 LOG_UNIT = 16;         // bytes; records of the log are whole units
+constexpr u32 LOG_HEADER = 4;        // units before the first record
 
 enum FaultCode : u32 {
     TIMEOUT = 1,
@@ -59,6 +61,7 @@ enum FaultCode : u32 {
     UNCOMMITTED = 14,
     EARLY_DEALLOC = 15,
     BAD_ALLOC = 16,
+    LOG_OVERFLOW = 17,
 };
 enum WaitKind : u32 {
     WAIT_MBARRIER = 1,
@@ -82,6 +85,11 @@ struct Control {
     u32 slots, flags, seed, timeout_ms;
     u32 delay_ns[4];
     u64 slot_memory, slot_table, fault;
+    u64 log;           // one after the other, the logs of the first log_clusters clusters
+    u32 log_clusters;  // 0: nothing is logged
+    u32 log_units;     // of each log, its header included
+    u32 skip;          // PTX line whose operation is left out, 0: none
+    u32 reserved;
 };
 struct Wait {
     u32 cta, warp, line, barrier, parity, kind;
@@ -94,7 +102,7 @@ struct Fault {
     u32 reserved[3];
     Wait wait[MAX_WAITS];
 };
-static_assert(sizeof(Control) == 56, "mirrored in common/hopper/engine.py");
+static_assert(sizeof(Control) == 80, "mirrored in common/hopper/engine.py");
 static_assert(sizeof(Wait) == 24, "mirrored in common/hopper/engine.py");
 static_assert(sizeof(Fault) == 6208, "mirrored in common/hopper/engine.py");
 
@@ -1222,6 +1230,113 @@ static __device__ __noinline__ void tma_engine(u64 slot, u32 nmain) {
             load_for_peer(load);
     }
 }
+
+// ---- The executed log ---------------------------------------------------------------------------
+
+// Kernels rewritten with the log call these where they synchronise or touch shared or tensor memory.
+// A record takes whole units at the place that a counter of its cluster gives it, so that the order
+// of records is one in which things happened: an arrival takes its place before it arrives, a wait
+// once it has passed. Word 0 of a record: kind | flags << 8 | warp << 16 | rank << 24; word 1: line
+// of the sm_100a PTX; word 2: lanes that took part; the rest: see common/hopper/log.py.
+
+// Address of the log of this CTA's cluster, or 0.
+extern "C" __device__ __noinline__ u64 fl_log_start(u32 nmain, u32 smem) {
+    const Control* c = control();
+    u32 size = cluster_size(), cluster = linear_cta() / size;
+    if (cluster >= c->log_clusters) return 0;
+    u64 log = c->log + (u64)cluster * c->log_units * LOG_UNIT;
+    if (threadIdx.x == 0 && cluster_rank() == 0) {
+        store_relaxed(log + 4, smem);
+        store_relaxed(log + 8, nmain);
+        store_relaxed(log + 12, size);
+        store_relaxed(log + 16, linear_cta());
+    }
+    return log;
+}
+
+extern "C" __device__ __noinline__ u32 fl_log_skip() { return control()->skip; }
+
+// Place of a record of the active lanes, with its first three words written. Active lanes get the
+// same address; `first` is true in one of them.
+INLINE u64 log_record(u64 log, u32 what, u32 line, u32 units, bool& first) {
+    u32 active = __activemask(), lane = threadIdx.x % 32, leader = __ffs(active) - 1, at = 0;
+    first = lane == leader;
+    if (first)
+        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                     : "=r"(at) : "l"(log), "r"(units) : "memory");
+    at = __shfl_sync(active, at, leader);
+    if (at + units > control()->log_units - LOG_HEADER)
+        fail(LOG_OVERFLOW, line, control()->log_units, 0, 0, 0);
+    u64 record = log + (u64)(at + LOG_HEADER) * LOG_UNIT;
+    if (first) {
+        store_relaxed(record, what | threadIdx.x / 32 << 16 | cluster_rank() << 24);
+        store_relaxed(record + 4, line);
+        store_relaxed(record + 8, active);
+    }
+    return record;
+}
+
+extern "C" __device__ __noinline__ void fl_log(u64 log, u32 what, u32 line, u32 a) {
+    if (!log) return;
+    bool first;
+    u64 record = log_record(log, what, line, 1, first);
+    if (first) store_relaxed(record + 12, a);
+}
+
+extern "C" __device__ __noinline__ void fl_log_words(u64 log, u32 what, u32 line, u32 a, u32 b,
+                                                     u32 c, u32 d, u32 e) {
+    if (!log) return;
+    bool first;
+    u64 record = log_record(log, what, line, 2, first);
+    if (!first) return;
+    store_relaxed(record + 12, a);
+    store4(record + 16, b, c, d, e);
+}
+
+// Each lane's access to shared memory: its 16-byte cell, all ones for a lane that took no part.
+extern "C" __device__ __noinline__ void fl_log_shared(u64 log, u32 what, u32 line, u32 address,
+                                                      u32 bytes, u32 lanes) {
+    if (!log) return;
+    bool first;
+    u64 record = log_record(log, what, line, 5, first);
+    u32 active = __activemask(), lane = threadIdx.x % 32;
+    if (first) {
+        store_relaxed(record + 12, bytes | address >> 24 << 16);
+        for (u32 i = 0; i < 4; i++) store4(record + 16 + i * 16, ~0u, ~0u, ~0u, ~0u);
+    }
+    __syncwarp(active);
+    u16 cell = (u16)((address & 0xFFFFFF) / 16);
+    if (lane < lanes)
+        asm volatile("st.relaxed.gpu.global.u16 [%0], %1;"
+                     :: "l"(record + 16 + lane * 2), "h"(cell) : "memory");
+    __syncwarp(active);
+}
+
+extern "C" __device__ __noinline__ void fl_log_mma(u64 log, u32 what, u32 line, u32 d,
+                                                   u32 instruction, u64 a, u64 b, u32 accumulate) {
+    if (!log) return;
+    bool first;
+    u64 record = log_record(log, what, line, 3, first);
+    if (!first) return;
+    store_relaxed(record + 12, d);
+    store4(record + 16, (u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
+    store4(record + 32, instruction, accumulate, 0, 0);
+}
+
+// A bulk copy or reduction; `tensor`: its map, from which its size follows, or 0.
+extern "C" __device__ __noinline__ void fl_log_copy(u64 log, u32 what, u32 line, u32 smem,
+                                                    u32 other, u64 tensor, u32 bytes, u32 c0,
+                                                    u32 c1, u32 c2, u32 c3, u32 c4) {
+    if (!log) return;
+    bool first;
+    u64 record = log_record(log, what, line, 3, first);
+    if (!first) return;
+    store_relaxed(record + 12, smem);
+    store4(record + 16, other, tensor ? box_bytes(tensor) : bytes, (u32)tensor, c4);
+    store4(record + 32, c0, c1, c2, c3);
+}
+
+// ---- The engine ----------------------------------------------------------------------------------
 
 // Threads 0 .. ENGINE_THREADS - 1 of the engine. Returns when the kernel's own threads have called
 // fl_exit in this CTA and its peer and the rings are empty; the caller then returns.

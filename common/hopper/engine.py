@@ -31,6 +31,7 @@ MAX_MAIN_THREADS = 864
 MAGIC = 0xF1A54C0DE0ADD2E5  # the value of fl_control until the host knows the address
 FLAG_EAGER = 1
 FLAG_UNCOMMITTED = 2
+LOG_UNIT, LOG_HEADER = 16, 4  # bytes; units before a log's first record
 DELAYS = ("mma", "tma", "tmem", "start")  # order of Control.delay_ns
 
 _U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
@@ -48,6 +49,11 @@ class Control(ctypes.Structure):
         ("slot_memory", _U64),
         ("slot_table", _U64),
         ("fault", _U64),
+        ("log", _U64),
+        ("log_clusters", _U32),
+        ("log_units", _U32),
+        ("skip", _U32),
+        ("reserved", _U32),
     )
 
 
@@ -149,6 +155,7 @@ FAULTS: dict[int, tuple[str, str]] = {
         "alloc of {0} columns: not a power of two from 32 to 512, or more than the {1} columns of "
         "the allocation before",
     ),
+    17: ("LOG_OVERFLOW", "the log of a cluster is full ({0} units of 16 bytes)"),
 }
 _WORDS = {
     "wait": WAIT_KINDS,

@@ -51,6 +51,22 @@ def operation(pattern: str) -> Callable[[Lowering], Lowering]:
 
 def lower(context: Context, statement: Statement) -> str:
     """PTX for sm_90a that does what the statement does. Raises HopperRewriteError."""
+    if not context.log:
+        return _lower(context, statement)
+    from . import record
+
+    found = record.rules(statement)
+    if not found:
+        return _lower(context, statement)
+    plain = record.bare(statement)
+    try:
+        text = record.with_log(context, plain, found, _lower(context, plain))
+    except (ValueError, IndexError) as wrong:
+        raise refuse(statement, str(wrong)) from wrong
+    return _guarded(context, statement, text)
+
+
+def _lower(context: Context, statement: Statement) -> str:
     for pattern, lowering in TABLE:
         if pattern.fullmatch(statement.opcode):
             try:
@@ -252,16 +268,16 @@ def _order_stores(context: Context, statement: Statement) -> str:
     return "fence.acq_rel.gpu;"
 
 
-_TRANSFER = (
+TRANSFER = (
     r"tcgen05\.(ld|st)\.sync\.aligned\.(32x32b|16x64b|16x128b|16x256b)"
     r"\.x(1|2|4|8|16|32|64|128)\.b32"
 )
 
 
-@operation(_TRANSFER)
+@operation(TRANSFER)
 def _transfer(context: Context, statement: Statement) -> str:
     """Loads and stores of global memory, word by word, at the place of (column, lane)."""
-    match = re.fullmatch(_TRANSFER, statement.opcode)
+    match = re.fullmatch(TRANSFER, statement.opcode)
     loads, shape, count = match[1] == "ld", match[2], int(match[3])
     values, place = statement.operands if loads else reversed(statement.operands)
     registers = vector(values)

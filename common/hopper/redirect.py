@@ -54,10 +54,10 @@ def compile_replaced(make: Callable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def redirected(device: torch.device) -> Iterator[list[HopperKernel]]:
+def redirected(device: torch.device, log: bool = False) -> Iterator[list[HopperKernel]]:
     """While open, `cute.compile` gives functions that execute on the Hopper GPU `device`.
 
-    Yields the list of kernels compiled so far. Not thread-safe.
+    log: rewritten with the log. Yields the list of kernels compiled so far. Not thread-safe.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     kernels: list[HopperKernel] = []
@@ -67,7 +67,7 @@ def redirected(device: torch.device) -> Iterator[list[HopperKernel]]:
             number = len(kernels)
             folder = pathlib.Path(scratch) / str(number)
             folder.mkdir()
-            found = build(function, arguments, folder, f"redirected_{number}", **keywords)
+            found = build(function, arguments, folder, f"redirected_{number}", log, **keywords)
             kernels.append(loaded(found, index))
             return kernels[-1].function
 

@@ -36,6 +36,7 @@ class Context:
     program: Program
     main_threads: int
     has_tensor_memory: bool
+    log: bool = False
     serial: int = 0
 
     def scope(self) -> Scope:
@@ -59,11 +60,13 @@ def rewriter_hash() -> str:
     return digest.hexdigest()
 
 
-def rewrite(ptx: str, engine: str) -> str:
+def rewrite(ptx: str, engine: str, log: bool = False) -> str:
     """Rewrite a module with one kernel; `engine` is the engine's PTX (`engine.engine_ptx()`).
 
     Returns PTX for sm_90a whose kernel takes ENGINE_THREADS more threads than before (none more,
-    and no engine, when it uses no tensor memory). Raises HopperRewriteError.
+    and no engine, when it uses no tensor memory). log: it writes what it does to a log and can
+    leave out a statement (`record.py`); without tensor memory there is none. Raises
+    HopperRewriteError.
     """
     program = read(ptx)
     entries = program.entries()
@@ -72,7 +75,7 @@ def rewrite(ptx: str, engine: str) -> str:
     (body,) = entries.values()
     _refuse_module(program)
     uses_tmem = any(s.opcode.startswith("tcgen05.") for s in body)
-    context = Context(program, _threads(body[0]), uses_tmem)
+    context = Context(program, _threads(body[0]), uses_tmem, log and uses_tmem)
     module = program.module()
     before = [s for s in module if s.line < body[0].line]
     for statement in module[len(before) + 1 :]:  # the kernel itself stands between
@@ -159,10 +162,16 @@ def _prologue(context: Context, dynamic_smem: str) -> list[str]:
     main = str(context.main_threads)
     slot = scope.call("fl_enter", ("b32", main), ("b32", scratch), returns="b64")
     scope.add(f"mov.b64 %fl_slot, {slot};", "mov.b64 %fl_since, 0;")
+    if context.log:
+        log = scope.call("fl_log_start", ("b32", main), ("b32", scratch), returns="b64")
+        skip = scope.call("fl_log_skip", returns="b32")
+        scope.add(f"mov.b64 %fl_log, {log};", f"mov.b32 %fl_skip, {skip};")
     thread, is_main = scope.set("b32", "%tid.x"), scope.register("pred")
     scope.add(f"setp.lt.u32 {is_main}, {thread}, {main};", f"@{is_main} bra $fl_main;")
     scope.add(f"sub.u32 {thread}, {thread}, {main};")
     scope.call("fl_engine", ("b64", "%fl_slot"), ("b32", main), ("b32", thread))
     scope.add("ret;")
     declared = [] if dynamic_smem else [".shared .align 16 .b8 fl_scratch[16];"]
+    if context.log:
+        declared += [".reg .b64 %fl_log;", ".reg .b32 %fl_skip;"]
     return [*declared, ".reg .b64 %fl_slot, %fl_since;", scope.text(), "$fl_main:"]

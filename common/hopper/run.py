@@ -73,16 +73,18 @@ class HopperKernel:
                 engine.check(self.ptx)
 
 
-def hopper_kernel(stage: Stage, dtype: str, head_dim: int, device: torch.device) -> HopperKernel:
+def hopper_kernel(
+    stage: Stage, dtype: str, head_dim: int, device: torch.device, log: bool = False
+) -> HopperKernel:
     """The stage's sm_100a kernel, rewritten, for a Hopper GPU; built once and kept on disk.
 
-    Looks in the folder that the environment variable FLASH_LADDER_ARTEFACTS names, then in the
+    log: with the executed log (`Session.settings`). Looks in the folder that the environment variable FLASH_LADDER_ARTEFACTS names, then in the
     cache. Warns once a process that this is functional execution.
     """
     _warn()
     key = CompileKey(stage.number, "sm_100a", dtype, head_dim)
-    packed = packed_folder(key)
-    found = _read_packed(stage, packed) if packed else _read_or_build(stage, key)
+    packed = packed_folder(key, log)
+    found = _read_packed(stage, packed) if packed else _read_or_build(stage, key, log)
     index = torch.cuda.current_device() if device.index is None else device.index
     return loaded(found, index)
 
@@ -94,12 +96,12 @@ def _read_packed(stage: Stage, folder: pathlib.Path) -> HopperObject:
     return read_object(folder)
 
 
-def _read_or_build(stage: Stage, key: CompileKey) -> HopperObject:
-    folder = cache_folder() / f"hopper-{key.name}-{_mark(stage, key)}"
+def _read_or_build(stage: Stage, key: CompileKey, log: bool) -> HopperObject:
+    folder = cache_folder() / f"hopper-{artefact_name(key, log)}-{_mark(stage, key)}"
     try:
         return read_object(folder)
-    except (FileNotFoundError, ValueError):
-        return _build_into(stage, key, folder)
+    except (FileNotFoundError, ValueError, TypeError):  # TypeError: of an earlier version
+        return _build_into(stage, key, folder, log)
 
 
 def _sources_hash(stage: Stage) -> str:
@@ -128,10 +130,15 @@ def _warn() -> None:
     )
 
 
-def packed_folder(key: CompileKey) -> pathlib.Path | None:
+def artefact_name(key: CompileKey, log: bool) -> str:
+    """Folder of an artefact in the folder of all."""
+    return f"{key.name}-log" if log else key.name
+
+
+def packed_folder(key: CompileKey, log: bool = False) -> pathlib.Path | None:
     """Where an ahead-of-time artefact for `key` lies, or None."""
     root = os.environ.get(ARTEFACTS)
-    folder = pathlib.Path(root) / key.name if root else None
+    folder = pathlib.Path(root) / artefact_name(key, log) if root else None
     return folder if folder and (folder / "facts.json").is_file() else None
 
 
@@ -139,12 +146,14 @@ def _mark(stage: Stage, key: CompileKey) -> str:
     return hashlib.sha256((fingerprint(stage, key) + rewriter_hash()).encode()).hexdigest()[:24]
 
 
-def _build_into(stage: Stage, key: CompileKey, folder: pathlib.Path) -> HopperObject:
+def _build_into(
+    stage: Stage, key: CompileKey, folder: pathlib.Path, log: bool
+) -> HopperObject:
     """Build beside `folder` and rename: other processes see all of it or nothing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
     try:
-        pack(stage, key, scratch)
+        pack(stage, key, scratch, log)
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         try:
             scratch.rename(folder)
@@ -155,9 +164,9 @@ def _build_into(stage: Stage, key: CompileKey, folder: pathlib.Path) -> HopperOb
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def pack(stage: Stage, key: CompileKey, folder: pathlib.Path) -> HopperObject:
+def pack(stage: Stage, key: CompileKey, folder: pathlib.Path, log: bool = False) -> HopperObject:
     """Compile, rewrite and write a runnable object to the existing, empty `folder`. No GPU."""
     require_dsl()
-    symbol = f"flash_ladder_{key.name}".replace("-", "_")
+    symbol = f"flash_ladder_{artefact_name(key, log)}".replace("-", "_")
     (folder / SOURCES).write_text(_sources_hash(stage))
-    return build(stage.kernel.attention, forward_arguments(key), folder, symbol)
+    return build(stage.kernel.attention, forward_arguments(key), folder, symbol, log)

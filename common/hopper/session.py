@@ -16,6 +16,8 @@ from .engine import (
     DELAYS,
     FLAG_EAGER,
     FLAG_UNCOMMITTED,
+    LOG_HEADER,
+    LOG_UNIT,
     MAX_WAITS,
     SLOT_BYTES,
     WAIT_KINDS,
@@ -130,6 +132,8 @@ class Session:
     for two CTAs on each multiprocessor.
     """
 
+    _log = None  # memory of the logs: clusters x units x 16 bytes
+
     def __init__(self, device=None, slots: int | None = None):
         import torch
 
@@ -161,18 +165,31 @@ class Session:
         timeout_ms: int = 2000,
         delays: Mapping[str, int] | None = None,
         report_uncommitted: bool = False,
+        log_clusters: int = 0,
+        log_units: int = 1 << 20,
+        skip: int = 0,
     ) -> None:
         """Set what the next launches do.
 
         eager: MMAs run as soon as they are queued, else only once a commit is; both are right for a
         correct kernel. seed and delays (nanoseconds by "mma", "tma", "tmem", "start") add
         pseudo-random delays; seed 0 adds none. timeout_ms bounds every wait of the kernel.
+
+        Kernels rewritten with the log only: log_clusters, of how many clusters (the first ones of
+        the grid) a log is kept, and log_units, the 16-byte units of each; one that is too short is
+        a fault. skip: the PTX line of a wait, arrival or fence to leave out, 0 for none.
         """
         import torch
 
         unknown = set(delays or {}) - set(DELAYS)
         if unknown:
             raise ValueError(f"delays are of {', '.join(DELAYS)}; got {', '.join(sorted(unknown))}")
+        if log_clusters and log_units <= LOG_HEADER:
+            raise ValueError(f"a log needs more than {LOG_HEADER} units; got {log_units}")
+        size = log_clusters * log_units * LOG_UNIT
+        if self._log is None or self._log.numel() != size:
+            self._log = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self.log_clusters = log_clusters
         control = Control(
             slots=self.slots,
             flags=FLAG_EAGER * eager | FLAG_UNCOMMITTED * report_uncommitted,
@@ -182,13 +199,28 @@ class Session:
             slot_memory=(self._slot_memory.data_ptr() + 1023) // 1024 * 1024,
             slot_table=self._slot_table.data_ptr(),
             fault=self._fault.data_ptr(),
+            log=self._log.data_ptr(),
+            log_clusters=log_clusters,
+            log_units=log_units,
+            skip=skip,
         )
         self._control.copy_(torch.frombuffer(bytearray(control), dtype=torch.uint8))
 
     def reset(self) -> None:
         """Forget faults and waits, and free every slot; no kernel may be running."""
         self._slot_table.zero_()
+        if self.log_clusters:
+            self._log.view(self.log_clusters, -1)[:, : LOG_HEADER * LOG_UNIT].zero_()
         ctypes.memset(ctypes.addressof(self.fault), 0, ctypes.sizeof(Fault))
+
+    def logs(self) -> list[bytes]:
+        """The logs of the last launch, for `log.decode`; those of clusters that ran."""
+        found = []
+        for row in self._log.view(self.log_clusters, -1) if self.log_clusters else []:
+            used = int.from_bytes(row[:4].cpu().numpy().tobytes(), "little")
+            if used:
+                found.append(row[: (used + LOG_HEADER) * LOG_UNIT].cpu().numpy().tobytes())
+        return found
 
     def check(self, ptx: str | None = None, barriers: Mapping[int, str] | None = None) -> None:
         """Raise HopperExecutionError if a kernel of this session recorded a fault.

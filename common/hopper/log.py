@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The executed log: what the warps of a rewritten kernel did, in an order in which it happened.
+
+`record.py` says which statements are logged, `engine.cu` writes the records, `decode` reads them.
+There is one log for each cluster (a CTA, or a pair). Runs: host.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .engine import LOG_HEADER, LOG_UNIT
+
+NO_CELL = 0xFFFF  # a lane that took no part
+RELAXED, CLUSTER, GPU, READ_ONLY = 1, 2, 4, 8  # flags
+OFFSET = 0xFFFFFF  # of a shared::cluster address; the CTA's rank stands above
+ALONE = 0xFFFFFFFF  # mask of a commit that is no multicast
+
+
+class Kind(enum.IntEnum):
+    """What a record says, and in which words (a is the fourth; b to e are the next unit)."""
+
+    FENCE = 1  # a: index in FENCES
+    WAIT = 2  # a: barrier, b: parity; the wait has passed
+    ARRIVE = 3  # a: barrier, b: arrivals of a lane (0: none), c: bytes that it expects
+    COMPLETE = 4  # a: barrier, b: bytes
+    INIT = 5  # a: barrier, b: arrivals of a phase
+    COMMIT = 6  # a: barrier, b: CTAs (ALONE: no multicast), c: cta_group
+    LOAD_TMEM = 7  # a: address, b: columns, c: lanes
+    STORE_TMEM = 8  # as LOAD_TMEM
+    ALLOC = 9  # a: column, b: columns
+    DEALLOC = 10  # a: column, b: columns
+    MMA = 11  # a: D, then descriptors of A (or its address) and B, instruction, accumulate
+    LOAD = 12  # a: destination, b: barrier, c: bytes, d: tensor, then coordinates
+    STORE = 13  # a: source, c: bytes, d: tensor, then coordinates
+    REDUCE = 14  # as STORE
+    COPY = 15  # to the peer's shared memory; a: source, b: destination, c: bytes, f: barrier
+    READ = 16  # a: bytes of a lane | rank of the CTA << 16, then each lane's cell
+    WRITE = 17  # as READ
+    UPDATE = 18  # as READ: an atomic operation
+    BAR_ARRIVE = 19  # a: named barrier, b: threads
+    BAR_WAIT = 20  # a: named barrier; all have come
+    CLUSTER_ARRIVE = 21
+    CLUSTER_WAIT = 22
+    BULK_WAIT = 23  # a: groups that may remain
+    EXIT = 24
+
+
+FENCES = (
+    "tcgen05.before",
+    "tcgen05.after",
+    "wait.ld",
+    "wait.st",
+    "proxy.async",
+    "proxy.async.global",
+    "acq_rel",
+    "mbarrier_init",
+    "bulk.commit",
+)
+UNITS = {Kind.MMA: 3, Kind.LOAD: 3, Kind.STORE: 3, Kind.REDUCE: 3, Kind.COPY: 3}
+UNITS |= dict.fromkeys((Kind.READ, Kind.WRITE, Kind.UPDATE), 5)
+UNITS |= dict.fromkeys(
+    (Kind.FENCE, Kind.CLUSTER_ARRIVE, Kind.CLUSTER_WAIT, Kind.BULK_WAIT, Kind.EXIT), 1
+)
+OTHERS = 2  # units of the other kinds
+SHARED = (Kind.READ, Kind.WRITE, Kind.UPDATE)
+
+
+class LogError(ValueError):
+    """A log that cannot be read; the message says where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One record. `lanes`: mask of those that took part; `words`: a, b, ... of its kind."""
+
+    kind: Kind
+    flags: int
+    warp: int
+    rank: int
+    line: int
+    lanes: int
+    words: tuple[int, ...]
+    cells: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Lanes that took part."""
+        return self.lanes.bit_count()
+
+
+@dataclass(frozen=True)
+class Log:
+    """The events of one cluster in order.
+
+    smem: first byte of dynamic shared memory; threads of a CTA (the kernel's own); ctas of the
+    cluster; cta: index of its first one; size in bytes.
+    """
+
+    events: tuple[Event, ...]
+    smem: int
+    threads: int
+    ctas: int
+    cta: int
+    size: int
+
+
+def decode(data: bytes) -> Log:
+    """The log in `data`: a header, then records. Raises LogError for what cannot be one."""
+    words = np.frombuffer(data[: len(data) // LOG_UNIT * LOG_UNIT], "<u4").reshape(-1, 4)
+    if len(words) < LOG_HEADER:
+        raise LogError(f"{len(data)} bytes are less than a log's header")
+    used, smem, threads, ctas = (int(x) for x in words[0])
+    if not threads or ctas not in (1, 2):
+        raise LogError(f"the header says {threads} threads, {ctas} CTAs: nothing was logged")
+    if LOG_HEADER + used > len(words):
+        raise LogError(f"the log has {used} units, the data {len(words) - LOG_HEADER}")
+    body = words[LOG_HEADER : LOG_HEADER + used]
+    events = tuple(_merged(_events(body)))
+    size = (LOG_HEADER + used) * LOG_UNIT
+    return Log(events, smem & OFFSET, threads, ctas, int(words[1][0]), size)
+
+
+def _events(body: np.ndarray) -> Iterator[Event]:
+    at, rows = 0, body.tolist()
+    while at < len(rows):
+        what, line, lanes, a = rows[at]
+        try:
+            kind = Kind(what & 0xFF)
+        except ValueError as wrong:
+            raise LogError(f"unit {at}: {what & 0xFF} is no kind of record") from wrong
+        units, rest, cells = UNITS.get(kind, OTHERS), (), ()
+        if at + units > len(rows):
+            raise LogError(f"unit {at}: {kind.name} is cut off")
+        if kind in SHARED:
+            found = body[at + 1 : at + 5].view("<u2").ravel()
+            cells = tuple(sorted({int(x) for x in found[found != NO_CELL]}))
+        else:
+            rest = tuple(word for row in rows[at + 1 : at + units] for word in row)
+        yield Event(
+            kind, what >> 8 & 0xFF, what >> 16 & 0xFF, what >> 24, line, lanes, (a, *rest), cells
+        )
+        at += units
+
+
+def _merged(events: Iterator[Event]) -> Iterator[Event]:
+    """A warp whose lanes came one after the other left several records: they become the last.
+
+    They are one when nothing else of the warp lies between and no lane takes part twice.
+    """
+    held: dict[tuple[int, int], tuple[int, Event]] = {}  # the newest of each warp, with its place
+    placed: dict[int, Event] = {}
+    for place, event in enumerate(events):
+        warp = event.rank, event.warp
+        before = held.get(warp)
+        if before and _same_statement(before[1], event):
+            del placed[before[0]]
+            cells = tuple(sorted({*before[1].cells, *event.cells}))
+            event = replace(event, lanes=before[1].lanes | event.lanes, cells=cells)
+        held[warp] = place, event
+        placed[place] = event
+    yield from placed.values()
+
+
+def _same_statement(a: Event, b: Event) -> bool:
+    alike = (a.kind, a.flags, a.line, a.words) == (b.kind, b.flags, b.line, b.words)
+    return alike and not a.lanes & b.lanes
