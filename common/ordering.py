@@ -293,13 +293,24 @@ class Ordering:
         """The phase of `barrier` is complete: waits from now on see what has arrived."""
         self._barrier(barrier).complete()
 
-    def wait(self, agent: str, barrier: str, op: str, line: str, scope: str = "cluster") -> None:
-        """Acquire the completed phases of `barrier` (none yet: a fresh barrier, nothing)."""
+    def wait(
+        self,
+        agent: str,
+        barrier: str,
+        op: str,
+        line: str,
+        scope: str = "cluster",
+        late: bool = False,
+    ) -> None:
+        """Acquire the completed phases of `barrier` (none yet: a fresh barrier, nothing).
+
+        `late`: told of when one more phase has been completed than the wait was for.
+        """
         thread, source = self._thread(agent), self._barrier(barrier)
         _check_scope(scope, op, agent, line)
         thread.step()
-        self._end(source.take(thread))
-        message = source.message(thread.cta, scope != "cta")
+        self._end(source.take(thread, late))
+        message = source.message(thread.cta, scope != "cta", late)
         if scope == "relaxed":
             thread.acquire_relaxed(message)
         else:

@@ -188,6 +188,7 @@ class Barrier:
         self._taken: dict[int, int] = {}  # thread index -> strands it has seen the end of
         self._pending_mma: dict[int, tuple[Thread, int]] = {}
         self._ready_mma: dict[int, tuple[Thread, int]] = {}
+        self._before = (self._ready, 0, self._ready_mma)  # as it was one phase ago
 
     def arrive(self, message: Message, cta: str, cluster: bool = True) -> None:
         """Add a release; one of CTA scope is for waiters of the same CTA."""
@@ -206,24 +207,28 @@ class Barrier:
 
     def complete(self) -> None:
         """Close the phase."""
+        self._before = (self._ready, self._ready_strands, self._ready_mma)
         self._ready = dict(self._pending)
         self._ready_strands = len(self._strands)
         self._ready_mma = dict(self._pending_mma)
 
-    def message(self, cta: str, cluster: bool = True) -> Message:
-        """What a wait of a thread of `cta` acquires."""
-        own = self._ready.get(cta, Message())
-        return own.joined(self._ready.get("cluster", Message())) if cluster else own
+    def message(self, cta: str, cluster: bool = True, late: bool = False) -> Message:
+        """What a wait of a thread of `cta` acquires; `late`: it passed before the last phase."""
+        ready = self._before[0] if late else self._ready
+        own = ready.get(cta, Message())
+        return own.joined(ready.get("cluster", Message())) if cluster else own
 
-    def take(self, thread: Thread) -> list[Strand]:
+    def take(self, thread: Thread, late: bool = False) -> list[Strand]:
         """Tell `thread` which strands are done; those that nobody knew of before."""
+        ready = (self._ready, self._ready_strands, self._ready_mma)
+        _, strands, mma = self._before if late else ready
         first = self._taken.get(thread.index, 0)
-        self._taken[thread.index] = self._ready_strands
+        self._taken[thread.index] = max(first, strands)
         ended = []
-        for strand in self._strands[first : self._ready_strands]:
+        for strand in self._strands[first:strands]:
             strand.done(~thread.index, thread.tick)
             ended.append(strand)
-        for issuer, number in self._ready_mma.values():
+        for issuer, number in mma.values():
             issuer.known_mma.setdefault(thread.index, Prefix()).add(number, thread.tick)
             while issuer.running and issuer.running[0].number <= number:
                 ended.append(issuer.running.popleft())

@@ -2,7 +2,7 @@
 """Accesses, where they meet, and what is said about two that no edge orders.
 
 Cells are integers. Tensor memory ("tmem...") counts column * 4 + lane quarter, shared memory
-("smem...") bytes / 16; any other memory counts whatever its user counts. Runs: host.
+("smem...") bytes / 4; any other memory counts whatever its user counts. Runs: host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .ordering_clock import Strand, Thread, Views
 
 Intervals = tuple[tuple[int, int], ...]
 QUARTERS = 4  # lane quarters of a tensor memory column
-SMEM_CELL = 16  # bytes
+SMEM_CELL = 4  # bytes
 KEPT = 16  # unordered readers of one thread and kind that a cell remembers
 DOES = {"read": "reads", "write": "writes", "add": "adds to"}
 FIRST = -(1 << 62)  # before any cell

@@ -18,6 +18,7 @@ MAX_THREADS_PER_CTA = 1024
 MAX_SMEM_BYTES = 232448  # shared memory one CTA can have on sm_90 and sm_100 (227 KiB)
 TMEM_COLUMNS = 512  # tensor memory of one SM: 128 lanes x 512 columns x 4 bytes
 NAMED_BARRIERS = 16  # per CTA; number 0 is the one of a plain __syncthreads
+MBARRIER_BYTES = 8
 ALIGNMENTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -159,6 +160,23 @@ class Plan:
             placed[buffer.name] = shared[0] if shared else -(-end // buffer.align) * buffer.align
             end = max(end, placed[buffer.name] + buffer.total_bytes)
         return placed
+
+    @property
+    def mbarrier_offsets(self) -> dict[str, int]:
+        """First byte of each mbarrier (of a ring "name[slot]") in the buffer that holds them.
+
+        They lie in the order of the table; those that differ in a last digit, which is the query
+        tile, are next to each other.
+        """
+        rows = [row for row in self.barriers if row.kind == "mbarrier"]
+        order = list(dict.fromkeys(row.name.rstrip("0123456789") for row in rows))
+        rows.sort(key=lambda row: order.index(row.name.rstrip("0123456789")))
+        names = [
+            f"{row.name}[{slot}]" if row.stages > 1 else row.name
+            for row in rows
+            for slot in range(row.stages)
+        ]
+        return {name: MBARRIER_BYTES * index for index, name in enumerate(names)}
 
     def role(self, name: str) -> Role:
         """The role called `name`; PlanError when there is none."""

@@ -43,6 +43,13 @@ ABI = {
     "fl_relinquish": (None, [U64, U32]),
     "fl_cluster_arrive": (None, [U64, U32, U32]),
     "fl_cluster_wait": (None, [U64, U32, U32]),
+    "fl_log_start": (U64, [U32, U32]),
+    "fl_log_skip": (U32, []),
+    "fl_log": (None, [U64, U32, U32, U32]),
+    "fl_log_words": (None, [U64, *[U32] * 7]),
+    "fl_log_shared": (None, [U64, *[U32] * 5]),
+    "fl_log_mma": (None, [U64, U32, U32, U32, U32, U64, U64, U32]),
+    "fl_log_copy": (None, [U64, U32, U32, U32, U32, U64, *[U32] * 6]),
 }
 
 
@@ -65,7 +72,7 @@ def _caller():
         arguments = ", ".join(f"p{i}" for i in range(len(parameters)))
         if result:
             lines.append(f".param .{result} out; call (out), {name}, ({arguments});")
-            lines.append(f"ld.param.{result} %rd, [out];")
+            lines.append(f"ld.param.{result} {'%rd' if result == U64 else '%r'}, [out];")
         else:
             lines.append(f"call {name}, ({arguments});")
         lines.append("}")

@@ -364,14 +364,14 @@ def test_unwritten_tensor_memory_is_nan_and_reported():
 
 def test_a_buffer_lies_in_blocks_of_128_bytes():
     slot = Sm(B200, _plan()).buffer("sB", (256, 128), BF16)[1]
-    start = (65536 + 65536) // 16  # behind sA and slot 0
-    assert slot.cells == ((start, start + 4096),)
+    start = (65536 + 65536) // 4  # behind sA and slot 0
+    assert slot.cells == ((start, start + 16384),)
     left = slot.part(columns=slice(0, 64))
-    assert left.cells == ((start, start + 2048),)
+    assert left.cells == ((start, start + 8192),)
     half = slot.part(rows=slice(128, 256), columns=slice(64, 128))
-    assert half.cells == ((start + 2048 + 1024, start + 4096),)
+    assert half.cells == ((start + 8192 + 4096, start + 16384),)
     narrow = slot.part(rows=slice(0, 2), columns=slice(8, 16))
-    assert narrow.cells == ((start + 1, start + 2), (start + 9, start + 10))
+    assert narrow.cells == ((start + 4, start + 8), (start + 36, start + 40))
     values = _fill(slot)
     assert torch.equal(half.get(), values[128:, 64:]) and torch.equal(slot.T.get(), values.T)
     half.put(torch.zeros(128, 64))

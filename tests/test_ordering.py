@@ -273,7 +273,7 @@ def test_places_are_told_in_columns_bytes_and_cells():
         order.write("A", memory, (cells,), "w", memory)
         order.read("B", memory, ((0, 9),), "r", memory)
     texts = [str(race) for race in order.races()]
-    assert "smem@1 bytes 0-31," in texts[0] and "global:dq cell 3," in texts[1]
+    assert "smem@1 bytes 0-7," in texts[0] and "global:dq cell 3," in texts[1]
     assert "tmem column 1 (lane quarter 1 to 1)" in texts[2]
 
 

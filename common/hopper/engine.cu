@@ -1256,22 +1256,31 @@ extern "C" __device__ __noinline__ u64 fl_log_start(u32 nmain, u32 smem) {
 
 extern "C" __device__ __noinline__ u32 fl_log_skip() { return control()->skip; }
 
-// Place of a record of the active lanes, with its first three words written. Active lanes get the
-// same address; `first` is true in one of them.
-INLINE u64 log_record(u64 log, u32 what, u32 line, u32 units, bool& first) {
-    u32 active = __activemask(), lane = threadIdx.x % 32, leader = __ffs(active) - 1, at = 0;
-    first = lane == leader;
+// Lanes that log the same as this one: lanes that come from different statements can be in here at
+// the same time.
+INLINE u32 alike(u32 line, u32 a) {
+    u64 key = (u64)line << 32 | a;
+    u32 active = __activemask(), lanes;
+    asm volatile("match.any.sync.b64 %0, %1, %2;" : "=r"(lanes) : "l"(key), "r"(active));
+    return lanes;
+}
+
+// Place of a record of `lanes`, with its first three words written. All lanes get the same address;
+// `first` is true in one of them.
+INLINE u64 log_record(u64 log, u32 what, u32 line, u32 lanes, u32 units, bool& first) {
+    u32 leader = __ffs(lanes) - 1, at = 0;
+    first = threadIdx.x % 32 == leader;
     if (first)
         asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
                      : "=r"(at) : "l"(log), "r"(units) : "memory");
-    at = __shfl_sync(active, at, leader);
+    at = __shfl_sync(lanes, at, leader);
     if (at + units > control()->log_units - LOG_HEADER)
         fail(LOG_OVERFLOW, line, control()->log_units, 0, 0, 0);
     u64 record = log + (u64)(at + LOG_HEADER) * LOG_UNIT;
     if (first) {
         store_relaxed(record, what | threadIdx.x / 32 << 16 | cluster_rank() << 24);
         store_relaxed(record + 4, line);
-        store_relaxed(record + 8, active);
+        store_relaxed(record + 8, lanes);
     }
     return record;
 }
@@ -1279,7 +1288,7 @@ INLINE u64 log_record(u64 log, u32 what, u32 line, u32 units, bool& first) {
 extern "C" __device__ __noinline__ void fl_log(u64 log, u32 what, u32 line, u32 a) {
     if (!log) return;
     bool first;
-    u64 record = log_record(log, what, line, 1, first);
+    u64 record = log_record(log, what, line, alike(line, a), 1, first);
     if (first) store_relaxed(record + 12, a);
 }
 
@@ -1287,28 +1296,28 @@ extern "C" __device__ __noinline__ void fl_log_words(u64 log, u32 what, u32 line
                                                      u32 c, u32 d, u32 e) {
     if (!log) return;
     bool first;
-    u64 record = log_record(log, what, line, 2, first);
+    u64 record = log_record(log, what, line, alike(line, a), 2, first);
     if (!first) return;
     store_relaxed(record + 12, a);
     store4(record + 16, b, c, d, e);
 }
 
-// Each lane's access to shared memory: its 16-byte cell, all ones for a lane that took no part.
+// Each lane's access to shared memory: its first word of 4 bytes, all ones for a lane without one.
 extern "C" __device__ __noinline__ void fl_log_shared(u64 log, u32 what, u32 line, u32 address,
                                                       u32 bytes, u32 lanes) {
     if (!log) return;
     bool first;
-    u64 record = log_record(log, what, line, 5, first);
-    u32 active = __activemask(), lane = threadIdx.x % 32;
+    u32 rank = address >> 24, active = alike(line, rank), lane = threadIdx.x % 32;
+    u64 record = log_record(log, what, line, active, 5, first);
     if (first) {
-        store_relaxed(record + 12, bytes | address >> 24 << 16);
+        store_relaxed(record + 12, bytes | rank << 16);
         for (u32 i = 0; i < 4; i++) store4(record + 16 + i * 16, ~0u, ~0u, ~0u, ~0u);
     }
     __syncwarp(active);
-    u16 cell = (u16)((address & 0xFFFFFF) / 16);
+    u16 word = (u16)((address & 0xFFFFFF) / 4);
     if (lane < lanes)
         asm volatile("st.relaxed.gpu.global.u16 [%0], %1;"
-                     :: "l"(record + 16 + lane * 2), "h"(cell) : "memory");
+                     :: "l"(record + 16 + lane * 2), "h"(word) : "memory");
     __syncwarp(active);
 }
 
@@ -1316,7 +1325,7 @@ extern "C" __device__ __noinline__ void fl_log_mma(u64 log, u32 what, u32 line, 
                                                    u32 instruction, u64 a, u64 b, u32 accumulate) {
     if (!log) return;
     bool first;
-    u64 record = log_record(log, what, line, 3, first);
+    u64 record = log_record(log, what, line, alike(line, d), 3, first);
     if (!first) return;
     store_relaxed(record + 12, d);
     store4(record + 16, (u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
@@ -1329,7 +1338,7 @@ extern "C" __device__ __noinline__ void fl_log_copy(u64 log, u32 what, u32 line,
                                                     u32 c1, u32 c2, u32 c3, u32 c4) {
     if (!log) return;
     bool first;
-    u64 record = log_record(log, what, line, 3, first);
+    u64 record = log_record(log, what, line, alike(line, smem), 3, first);
     if (!first) return;
     store_relaxed(record + 12, smem);
     store4(record + 16, other, tensor ? box_bytes(tensor) : bytes, (u32)tensor, c4);

@@ -15,7 +15,8 @@ import numpy as np
 
 from .engine import LOG_HEADER, LOG_UNIT
 
-NO_CELL = 0xFFFF  # a lane that took no part
+NO_WORD = 0xFFFF  # of a lane that took no part
+WORD = 4  # bytes; shared memory is counted in these
 RELAXED, CLUSTER, GPU, READ_ONLY = 1, 2, 4, 8  # flags
 OFFSET = 0xFFFFFF  # of a shared::cluster address; the CTA's rank stands above
 ALONE = 0xFFFFFFFF  # mask of a commit that is no multicast
@@ -32,14 +33,14 @@ class Kind(enum.IntEnum):
     COMMIT = 6  # a: barrier, b: CTAs (ALONE: no multicast), c: cta_group
     LOAD_TMEM = 7  # a: address, b: columns, c: lanes
     STORE_TMEM = 8  # as LOAD_TMEM
-    ALLOC = 9  # a: column, b: columns
+    ALLOC = 9  # a: column, b: columns, c: where the address was written
     DEALLOC = 10  # a: column, b: columns
     MMA = 11  # a: D, then descriptors of A (or its address) and B, instruction, accumulate
     LOAD = 12  # a: destination, b: barrier, c: bytes, d: tensor, then coordinates
     STORE = 13  # a: source, c: bytes, d: tensor, then coordinates
     REDUCE = 14  # as STORE
     COPY = 15  # to the peer's shared memory; a: source, b: destination, c: bytes, f: barrier
-    READ = 16  # a: bytes of a lane | rank of the CTA << 16, then each lane's cell
+    READ = 16  # a: bytes of a lane | rank of the CTA << 16, then each lane's first word
     WRITE = 17  # as READ
     UPDATE = 18  # as READ: an atomic operation
     BAR_ARRIVE = 19  # a: named barrier, b: threads
@@ -137,8 +138,9 @@ def _events(body: np.ndarray) -> Iterator[Event]:
         if at + units > len(rows):
             raise LogError(f"unit {at}: {kind.name} is cut off")
         if kind in SHARED:
-            found = body[at + 1 : at + 5].view("<u2").ravel()
-            cells = tuple(sorted({int(x) for x in found[found != NO_CELL]}))
+            first = body[at + 1 : at + 5].view("<u2").ravel()
+            words = range(-(-(a & 0xFFFF) // WORD))
+            cells = tuple(sorted({int(x) + i for x in first[first != NO_WORD] for i in words}))
         else:
             rest = tuple(word for row in rows[at + 1 : at + units] for word in row)
         yield Event(

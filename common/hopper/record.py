@@ -282,7 +282,8 @@ def _transfer(scope: Scope, statement: Statement, context: Context) -> None:
 def _alloc(scope: Scope, statement: Statement, context: Context) -> None:
     found = scope.register("b32")
     scope.add(f"ld.shared.b32 {found}, {statement.operands[0]};")
-    _log_words(scope, statement, Kind.ALLOC, found, statement.operands[1])
+    place = _place(scope, statement.operands[0])
+    _log_words(scope, statement, Kind.ALLOC, found, statement.operands[1], place)
 
 
 @logged(r"tcgen05\.dealloc\..*")

@@ -18,7 +18,7 @@ import torch
 from ..plan import Plan
 from .barrier import ModelFault
 
-CELL = 16  # bytes of shared memory that the ordering checker takes as one cell
+CELL = 4  # bytes of shared memory that the ordering checker takes as one cell
 BLOCK = 128  # bytes of a row that lie together
 Intervals = tuple[tuple[int, int], ...]
 
@@ -130,8 +130,13 @@ class Slot:
         return BLOCK if row % BLOCK == 0 else row
 
     @property
+    def memory(self) -> str:
+        """Name of the memory for the ordering checker."""
+        return self.buffer.smem.name
+
+    @property
     def cells(self) -> Intervals:
-        """Intervals of 16-byte cells, for the ordering checker."""
+        """Intervals of cells, for the ordering checker."""
         item, block, all_rows = self.buffer.dtype.itemsize, self._block, (1, *self.buffer.shape)[-2]
         first, last = self.columns[0] * item, self.columns[1] * item
         found = []

@@ -18,6 +18,7 @@ import torch
 from .barrier import BarrierFault, MBarrier, ModelFault, NamedBarrier
 from .copies import BulkCopy
 from .memory import Global, Slot, Tile, as_tile
+from .notes import Note
 from .source import caller_line
 from .tensor import Mma
 from .tmem import QUARTERS, TmemView
@@ -72,6 +73,7 @@ class Role:
             line,
         )
         self.order.wait(self.agent, it.name, f"wait {barrier}", line)
+        self._note("wait", it.name, line, parity)
         self.sm.engines.record(self.agent, "barrier", barrier, tile, passed, self.env.now)
 
     def sync(self, barrier: str, tile: int = -1) -> Generator:
@@ -80,6 +82,7 @@ class Role:
         if self.sm.skips(self.agent, "sync", barrier, line):
             return
         it = self._barrier(barrier, NamedBarrier, "producers", "consumers")
+        self._note("sync", it.name, line)
         self.order.arrive(self.agent, it.name, f"sync {barrier}", line)
         opened = it.arrive(self.threads)
         phase = it.phase if not opened.triggered else it.phase - 1
@@ -101,9 +104,11 @@ class Role:
         it = self._barrier(barrier, (MBarrier, NamedBarrier), "producers", sm=sm)
         self.order.arrive(self.agent, it.name, f"arrive {barrier}", line)
         if isinstance(it, NamedBarrier):
+            self._note("bar.arrive", it.name, line)
             it.arrive(self.threads)
             return
         arrivals = self._share(it) if count is None else count
+        self._note("arrive", it.name, line, arrivals)
         if sm is self.sm:
             it.arrive(arrivals, self.agent)
         else:
@@ -111,10 +116,13 @@ class Role:
 
     def expect_tx(self, barrier: str, size: int, to: int | None = None) -> None:
         """The current phase of an mbarrier also waits for `size` bytes; `arrive` is separate."""
-        if self.sm.skips(self.agent, "expect_tx", barrier, caller_line()):
+        line = caller_line()
+        if self.sm.skips(self.agent, "expect_tx", barrier, line):
             return
         sm = self.sm if to is None else self.sm.at_rank(to)
-        self._barrier(barrier, MBarrier, "producers", sm=sm).expect_tx(size)
+        it = self._barrier(barrier, MBarrier, "producers", sm=sm)
+        self._note("expect", it.name, line, size)
+        it.expect_tx(size)
 
     def commit(self, barrier: str, multicast: bool = False) -> None:
         """One arrival when all MMAs that this role has issued so far have finished.
@@ -128,6 +136,7 @@ class Role:
         found = [self._barrier(barrier, MBarrier, "producers", sm=sm) for sm in sms]
         for it in found:
             self.order.commit(self.agent, it.name, f"commit {barrier}", line)
+        self._note("commit", ", ".join(it.name for it in found), line)
 
         def arrive():
             for it in found:
@@ -160,6 +169,7 @@ class Role:
         self.order.read(strand, source.name, source.cells, op, line, proxy="async")
         self.order.write(strand, self.sm.smem.name, target.cells, op, line, proxy="async")
         arrive = lambda: self.order.arrive(strand, it.name, op, line)
+        self._note_copy("load", target, source, line, it.name)
         load = self.sm.copies.load(self.agent, source, target, it, arrive, tile)
         self.env.process(load)
 
@@ -179,6 +189,7 @@ class Role:
         if source.unwritten:
             self.sm.report_unwritten(self.agent, op, source.name, line)
         strand = self.order.issue(self.agent, kind, op, line)
+        self._note_copy("reduce" if add else "store", source, target, line)
         self.order.read(strand, self.sm.smem.name, source.cells, op, line, proxy="async")
         self.order.write(strand, target.name, target.cells, op, line, proxy="async")
         copy = BulkCopy(strand, self.env.event(), self.env.event())
@@ -202,6 +213,7 @@ class Role:
             self.order.finish(copy.strand, read=read)
         if not read:
             self.bulk = self.bulk[len(waited) :]
+        self._note("bulk.wait", "read" if read else "", line, keep)
         self.sm.engines.record(self.agent, "barrier", kind, -1, start, self.env.now)
 
     def dsmem_copy(self, source: Slot, target: Slot, barrier: str, tile: int = -1) -> None:
@@ -212,6 +224,7 @@ class Role:
         line, op, peer = caller_line(), f"copy {source.name}", self.sm.peer
         target = target.on(peer.smem)
         it = self._barrier(barrier, MBarrier, "producers", sm=peer)
+        self._note("copy", source.name, line, source.start, source.bytes)
         strand = self.order.issue(self.agent, "dsmem.copy", op, line)
         self.order.read(strand, self.sm.smem.name, source.cells, op, line, proxy="async")
         self.order.write(strand, peer.smem.name, target.cells, op, line, proxy="async")
@@ -241,6 +254,9 @@ class Role:
         mma.check()
         facts = {"cta_group": 2 if pair else 1, "accumulator": d.cells, "shape": shape}
         strand = self.order.issue(self.agent, "mma", op, line, **facts)
+        numbers = (d.column, d.columns, int(accumulate), *shape)
+        places = ((a.memory, a.cells), (b.memory, b.cells))
+        self.sm.notes.append(Note(self.agent, "mma", d.name, line, numbers, places))
         for sm in self.sm.pair.sms if pair else [self.sm]:
             smem, tmem = sm.smem.name, sm.tmem.name
             self.order.read(strand, smem, b.cells, op, line, proxy="async")
@@ -256,6 +272,7 @@ class Role:
     def tmem_load(self, view: TmemView, tile: int = -1) -> Generator:
         """Tensor memory to registers; returns the values, float32 (lanes, values of a lane)."""
         line, op = caller_line(), f"load {view.name}"
+        self._note("tmem.ld", view.name, line, view.column, view.columns)
         self._access(view, "tmem.ld", op, line, self.order.read)
         done = self._tmem_port(view, op, tile, "read")
         yield self.env.timeout(done + self.sm.machine["tmem_latency"] - self.env.now)
@@ -269,6 +286,7 @@ class Role:
         if tuple(values.shape) != view.shape:
             given = tuple(values.shape)
             raise ValueError(f"{self.agent} stores {given} to {view.name}, which is {view.shape}")
+        self._note("tmem.st", view.name, line, view.column, view.columns)
         self._access(view, "tmem.st", op, line, self.order.write)
         taken, values = self._tmem_port(view, op, tile, "write"), values.clone()
         self._stores_done = taken + self.sm.machine["tmem_latency"]
@@ -286,6 +304,7 @@ class Role:
         line = caller_line()
         if not self.sm.skips(self.agent, "wait_ld", "", line):
             self.order.fence(self.agent, "wait.ld", "wait_ld", line)
+            self._note("fence", "wait.ld", line)
         yield from ()
 
     def wait_st(self) -> Generator:
@@ -295,6 +314,7 @@ class Role:
             return
         yield self.env.timeout(max(0.0, self._stores_done - self.env.now))
         self.order.fence(self.agent, "wait.st", "wait_st", line)
+        self._note("fence", "wait.st", line)
 
     def alloc(self, columns: int) -> Generator:
         """tcgen05.alloc: wait until `columns` are free and take them; returns the first."""
@@ -309,6 +329,7 @@ class Role:
         tmem.allocate(self.agent, first, columns)
         cells = ((first * QUARTERS, (first + columns) * QUARTERS),)
         self.order.read(self.agent, tmem.name, cells, "alloc", line)  # before anybody's first write
+        self._note("alloc", "", line, first, columns)
         return first
 
     def dealloc(self) -> None:
@@ -317,6 +338,7 @@ class Role:
         first, columns = tmem.free(self.agent)
         cells = ((first * QUARTERS, (first + columns) * QUARTERS),)
         self.order.write(self.agent, tmem.name, cells, "dealloc", line)
+        self._note("dealloc", "", line, first, columns)
 
     # ---- fences, shared memory, registers --------------------------------------------------
 
@@ -336,6 +358,7 @@ class Role:
         line = caller_line(3)
         if not self.sm.skips(self.agent, verb, "", line):
             self.order.fence(self.agent, kind, verb, line)
+            self._note("fence", kind, line)
 
     def read(self, slot: Slot) -> torch.Tensor:
         """The values of a buffer's slot as they are now, float32. Takes no time: see `execute`."""
@@ -344,6 +367,7 @@ class Role:
             self.sm.report_unwritten(self.agent, "read", slot.name, line)
         memory = slot.buffer.smem.name
         self.order.read(self.agent, memory, slot.cells, f"read {slot.name}", line)
+        self._note("read", slot.name, line, slot.bytes)
         return slot.get().clone()
 
     def write(self, slot: Slot, values: torch.Tensor) -> None:
@@ -355,6 +379,7 @@ class Role:
             )
         memory = slot.buffer.smem.name
         self.order.write(self.agent, memory, slot.cells, f"write {slot.name}", line)
+        self._note("write", slot.name, line, slot.bytes)
         slot.put(values)
 
     def setmaxnreg(self, registers: int) -> Generator:
@@ -373,6 +398,16 @@ class Role:
         self.registers = registers
 
     # ---- how it is done --------------------------------------------------------------------
+
+    def _note(self, verb: str, what: str, line: str, *numbers: int) -> None:
+        self.sm.notes.append(Note(self.agent, verb, what, line, numbers))
+
+    def _note_copy(self, verb: str, slot: Slot, tile: Tile, line: str, barrier: str = "") -> None:
+        """numbers: first byte, bytes, first row of the tile; the barrier is its only place."""
+        numbers = (slot.start, slot.bytes, tile.rows[0])
+        places = ((barrier, ()),) if barrier else ()
+        name = tile.source.name
+        self.sm.notes.append(Note(self.agent, verb, slot.name, line, numbers, places, name))
 
     @property
     def waits_for(self) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from .engines import ENGINES, Span
 from .machine import Machine
+from .notes import Note
 from .sm import Pair, Sm
 
 Result = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -23,7 +24,8 @@ class Run:
     out (b, sq, h, d) in the inputs' dtype and lse (b, h, sq) float32, NaN where no CTA ran;
     cycles of each CTA that ran; the trace of the first; ctas in the whole grid; findings of each
     CTA that ran: reads of unwritten memory, leaks, and races if an ordering checker observed it;
-    tmem_log: what touched the first CTA's tensor memory, as `Tmem.log`.
+    tmem_log: what touched the first CTA's tensor memory, as `Tmem.log`; notes: what the roles of
+    each CTA did.
     """
 
     machine: Machine
@@ -35,6 +37,7 @@ class Run:
     flop: float
     findings: tuple[str, ...] = ()
     tmem_log: tuple[tuple[float, float, str, str, int, int], ...] = ()
+    notes: tuple[tuple[Note, ...], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -86,7 +89,7 @@ def grid_run(
     ctas = blocks * heads * batch
     out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
     lse = torch.full((batch, heads, seqlen_q), float("nan"))
-    cycles, findings, trace, tmem_log = [], [], (), ()
+    cycles, findings, notes, trace, tmem_log = [], [], [], (), ()
     for block in range(ctas if max_ctas is None else min(ctas, max_ctas)):
         m_block, head, b = block % blocks, block // blocks % heads, block // blocks // heads
         sm, result = cta(b, head, m_block)
@@ -94,10 +97,11 @@ def grid_run(
         if block == 0:
             leader = sm.sms[0] if isinstance(sm, Pair) else sm
             trace, tmem_log = tuple(sm.trace), tuple(leader.tmem.log)
+        notes.append(tuple(sm.notes))
         findings += [f"CTA {block}: {finding}" for finding in sm.findings()]
         rows = slice(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q))
         tile_out, tile_lse = (values[: rows.stop - rows.start] for values in result())
         out[b, rows, head], lse[b, head, rows] = tile_out.to(q.dtype), tile_lse
     flop = 4.0 * batch * heads * seqlen_q * k.shape[1] * head_dim
     found = tuple(findings)
-    return Run(machine, out, lse, tuple(cycles), trace, ctas, flop, found, tmem_log)
+    return Run(machine, out, lse, tuple(cycles), trace, ctas, flop, found, tmem_log, tuple(notes))

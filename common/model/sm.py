@@ -23,6 +23,7 @@ from .copies import CopyEngine
 from .engines import Engines, Span
 from .machine import Machine
 from .memory import Buffer, Smem
+from .notes import Note
 from .role import Role
 from .tensor import TensorCore
 from .tmem import Tmem
@@ -103,7 +104,8 @@ class Sm:
     """One SM running one CTA of `plan` on `machine`.
 
     `ordering`: a `common.ordering.Ordering` that hears of every access, barrier and fence.
-    `pair`, `rank`: set by `Pair`. `reports`: what went wrong without stopping the run.
+    `pair`, `rank`: set by `Pair`. `reports`: what went wrong without stopping the run. `notes`:
+    what the roles did, in order.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Sm:
         self.tensor, self.copies = TensorCore(self), CopyEngine(self)
         self.pool = RegisterPool(self.env)
         self.reports: list[str] = []
+        self.notes: list[Note] = []
         self.roles: list[tuple[Role, simpy.Process]] = []
 
     def _barriers(self) -> Iterator[tuple[str, MBarrier | NamedBarrier]]:
@@ -232,6 +235,11 @@ class Pair:
         """Let the warps of `role` run `coroutine(role)` in both CTAs."""
         for sm in self.sms:
             sm.start(role, coroutine)
+
+    @property
+    def notes(self) -> list[Note]:
+        """Notes of both CTAs, one after the other."""
+        return [note for sm in self.sms for note in sm.notes]
 
     @property
     def trace(self) -> list[Span]:

@@ -116,6 +116,11 @@ class TmemView:
         return range(self.lanes[0] // QUARTER_LANES, -(-self.lanes[1] // QUARTER_LANES))
 
     @property
+    def memory(self) -> str:
+        """Name of the memory for the ordering checker."""
+        return self.tmem.name
+
+    @property
     def cells(self) -> tuple[tuple[int, int], ...]:
         """Intervals of cells (column * 4 + quarter), for the ordering checker."""
         if len(self.quarters) == QUARTERS:

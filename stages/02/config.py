@@ -50,19 +50,19 @@ def plan(head_dim: int) -> Plan:
         ),
         barriers=(
             Barrier(
-                "q_full",
-                producers=(Arrival("COMPUTE", "tma"),),
-                consumers=(one,),
-                tx_bytes=TILE_M * head_dim * 2,
-                guards="sQ holds the query tile",
-            ),
-            Barrier(
                 "kv_full",
                 producers=(Arrival("COMPUTE", "tma"),),
                 consumers=(one,),
                 stages=KV_STAGES[head_dim],
                 tx_bytes=tile_bytes,
                 guards="a slot holds its tile of K or V",
+            ),
+            Barrier(
+                "q_full",
+                producers=(Arrival("COMPUTE", "tma"),),
+                consumers=(one,),
+                tx_bytes=TILE_M * head_dim * 2,
+                guards="sQ holds the query tile",
             ),
             Barrier(
                 "s_full",

@@ -164,14 +164,13 @@ def chunks(tO: TmemView) -> list[TmemView]:
 
 def stage_row(role: Role, cta: Cta, tile: int, row_sum: torch.Tensor):
     """Write O / row_sum to shared memory, rounded once; the TMA store needs a fence first."""
-    parts = []
-    for part in chunks(cta.tO[tile]):
+    for at, part in zip(range(0, cta.head_dim, config.CHUNK), chunks(cta.tO[tile])):
         out = yield from role.tmem_load(part)
         yield from role.wait_ld()
         amounts = {"fma": out.numel(), "cvt": 0.5 * out.numel(), "smem": 2 * out.numel()}
         yield from role.execute("normalise", **amounts)
-        parts.append(out * (1.0 / row_sum)[:, None])
-    role.write(cta.sO[tile], torch.cat(parts, dim=1))
+        columns = slice(at, at + config.CHUNK)
+        role.write(cta.sO[tile].part(columns=columns), out * (1.0 / row_sum)[:, None])
 
 
 def store_tile(role: Role, cta: Cta, tile: int):

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a kernel did what its model does: an executed log against a run of `model.py`.
+
+Each warp's sequence of waits, arrivals, fences, MMAs, loads and stores must be that of its role in
+the model, with the same barriers, phases, bytes, columns and tiles. Not compared: the
+initialisation of barriers, reads of the address of tensor memory, setmaxnreg, what goes through
+registers and global memory, and where inside a row of a buffer the lanes of a warp write (the
+model leaves the swizzle out). Runs: host.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .hopper.log import WORD, Log
+from .hopper.steps import Step, steps
+from .model.notes import Note
+from .plan import Plan, Role
+
+AROUND = 4  # steps shown before and after a mismatch
+ISSUED = ("load", "store", "reduce", "bulk.wait", "mma", "commit", "expect", "alloc", "dealloc")
+LEFT_OUT = ("init", "exit")
+SILENT_FENCES = ("mbarrier_init", "bulk.commit")
+
+
+@dataclass(frozen=True)
+class Act:
+    """A step or a note in the words of both. where: PTX line, or the model's line."""
+
+    verb: str
+    what: str
+    numbers: tuple
+    where: str
+
+    @property
+    def key(self) -> tuple:
+        """What must be equal."""
+        return self.verb, self.what, self.numbers
+
+    def __str__(self) -> str:
+        numbers = f" {', '.join(map(str, self.numbers))}" if self.numbers else ""
+        return f"{self.verb} {self.what}".rstrip() + numbers
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a warp did something else; text shows both sides around it."""
+
+    agent: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.agent}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """differences: one for each warp that has any; acts: compared; lines: for each PTX line that
+    was reached, the lines of the model that it stands for."""
+
+    differences: tuple[Difference, ...]
+    acts: int
+    lines: dict[int, frozenset[str]]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every warp did what its role does."""
+        return not self.differences
+
+
+def conform(log: Log, notes: Sequence[Note], plan: Plan, place: tuple[int, int, int]) -> Conformance:
+    """Compare the log of a CTA with the notes of its model.
+
+    place: (m_block, head, batch) of the CTA, to know which tiles it has to load and store.
+    """
+    found = steps(log, plan)
+    tensors = _tensors(found, notes, plan)
+    differences, lines, count = _initialised(found, plan), {}, 0
+    for role in plan.roles:
+        wanted = [note for note in notes if note.agent == role.name]
+        for index, warp in enumerate(role.warps):
+            did = list(_acts(found, warp, log, tensors))
+            should = list(_wanted(wanted, role, place))
+            agent = f"{role.name}.{index}" if len(role.warps) > 1 else role.name
+            pairs, difference = _match(did, should, plan, role, index)
+            count += len(pairs)
+            for act, note in pairs:
+                lines.setdefault(int(act.where.rpartition(" ")[2]), set()).add(note.where)
+            if difference:
+                differences.append(Difference(agent, difference))
+    return Conformance(
+        tuple(differences), count, {line: frozenset(names) for line, names in lines.items()}
+    )
+
+
+def _initialised(found: list[Step], plan: Plan) -> list[Difference]:
+    """Barriers whose arrivals of a phase are not the plan's, or that only one side has."""
+    did = {step.what: step.numbers[0] for step in found if step.verb == "init"}
+    should = {
+        name: plan.barrier(name.partition("[")[0]).arrivals(plan) for name in plan.mbarrier_offsets
+    }
+    wrong = sorted(name for name in did.keys() | should.keys() if did.get(name) != should.get(name))
+    return [
+        Difference(name, f"initialised with {did.get(name)} arrivals, the plan has {should.get(name)}")
+        for name in wrong
+    ]
+
+
+def _tensors(found: list[Step], notes: Sequence[Note], plan: Plan) -> dict[int, str]:
+    """Number of each tensor in the log -> its name in the model, by the order of first use."""
+    names: dict[int, str] = {}
+    for role in plan.roles:
+        used = [n.source for n in notes if n.agent == role.name and n.source]
+        mine = [s.numbers[2] for s in found if s.warp in role.warps and _copies(s)]
+        for number, name in zip(dict.fromkeys(mine), dict.fromkeys(used)):
+            names.setdefault(number, name)
+    return names
+
+
+def _copies(step: Step) -> bool:
+    return step.verb in ("load", "store", "reduce")
+
+
+# ---- a kernel's steps ----------------------------------------------------------------------
+
+
+def _acts(found: list[Step], warp: int, log: Log, tensors: dict[int, str]) -> Iterator[Act]:
+    """What one warp did."""
+    mine = [step for step in found if step.warp == warp and step.verb not in LEFT_OUT]
+    mine = [step for step in mine if not (step.verb == "fence" and step.what in SILENT_FENCES)]
+    mine = [step for step in mine if step.what != "barriers"]  # the address of tensor memory
+    for step, after in itertools.zip_longest(mine, mine[1:]):
+        where, whole = f"PTX line {step.line}", step.lanes.bit_count()
+        if step.verb == "bar.arrive":
+            synced = after and after.verb == "bar.wait" and after.what == step.what
+            yield Act("sync" if synced else "bar.arrive", step.what, (), where)
+        elif step.verb == "arrive":
+            arrivals, expected = step.numbers
+            if expected:
+                yield Act("expect", step.what, (expected,), where)
+            if arrivals:
+                yield Act("arrive", step.what, (arrivals,), where)
+        elif _copies(step):
+            start, size, tensor, *coordinates = step.numbers
+            barriers = tuple(barrier for barrier, _ in step.targets)
+            name = tensors.get(tensor, f"tensor {tensor}")
+            numbers = (start - log.smem, size, *barriers, name, *coordinates[:4])
+            yield Act(step.verb, step.what, numbers, where)
+        elif step.verb == "mma":
+            reads = [(memory, _moved(memory, cells, log)) for memory, cells in step.reads]
+            numbers = (*step.numbers, *sorted(reads))
+            yield Act("mma", step.what, numbers, where)
+        elif step.verb in ("tmem.ld", "tmem.st"):
+            yield Act(step.verb, step.what, (*step.numbers[:2], whole), where)
+        elif step.verb == "bulk.wait":
+            yield Act("bulk.wait", "read" if step.facts["read"] else "", step.numbers, where)
+        elif step.verb != "bar.wait":
+            yield Act(step.verb, step.what, step.numbers, where)
+
+
+def _moved(memory: str, cells, log: Log):
+    """Cells of shared memory counted from the first byte that the plan knows."""
+    base = log.smem // WORD if memory.startswith("smem") else 0
+    return tuple((start - base, stop - base) for start, stop in cells)
+
+
+# ---- a model's notes -----------------------------------------------------------------------
+
+
+def _wanted(notes: Sequence[Note], role: Role, place: tuple[int, int, int]) -> Iterator[Act]:
+    """What each warp of a role should do; shares are those of one warp."""
+    m_block, head, batch = place
+    warps = len(role.warps)
+    for note in notes:
+        numbers = note.numbers
+        if note.verb in ("read", "write"):
+            numbers = (numbers[0] // warps,)
+        elif note.verb == "arrive" and numbers[0] > 1:
+            numbers = (numbers[0] // warps,)
+        elif note.verb in ("tmem.ld", "tmem.st"):
+            numbers = (*numbers, 32)
+        elif note.verb == "mma":
+            numbers = (*numbers, *sorted(note.places))
+        elif note.verb in ("load", "store", "reduce"):
+            start, size, row = numbers
+            row += m_block * _rows(notes, note) if note.source in ("q", "out") else 0
+            barriers = tuple(barrier for barrier, _ in note.places)
+            numbers = (start, size, *barriers, note.source, 0, row, head, batch)
+        yield Act(note.verb, note.what, numbers, note.line)
+
+
+def _rows(notes: Sequence[Note], note: Note) -> int:
+    """Rows of q, or of the output, that a CTA has: its tiles are loaded or stored once each."""
+    rows = sorted({row.numbers[2] for row in notes if row.source == note.source})
+    return len(rows) * (rows[1] - rows[0]) if len(rows) > 1 else ROWS_OF_ONE_TILE
+
+
+ROWS_OF_ONE_TILE = 128
+
+
+# ---- comparison ----------------------------------------------------------------------------
+
+
+def _only_first(act: Act, plan: Plan, role: Role) -> bool:
+    """Whether one warp does this for its role."""
+    if act.verb in ISSUED or (act.verb == "arrive" and act.numbers == (1,)):
+        return True
+    if act.verb != "wait":
+        return False
+    consumers = plan.barrier(act.what.partition("[")[0]).consumers
+    return any(row.role == role.name and row.unit != "thread" for row in consumers)
+
+
+def _match(did, should, plan: Plan, role: Role, index: int):
+    """(pairs that correspond, what differs or None) of one warp.
+
+    In a role of several warps the first issues what one thread issues; a fence before such a step
+    may be missing in the others.
+    """
+    pairs, at = [], 0
+    for position, act in enumerate(should):
+        if index and _only_first(act, plan, role):
+            continue
+        following = should[position + 1] if position + 1 < len(should) else None
+        if at < len(did) and did[at].key == act.key:
+            pairs.append((did[at], act))
+            at += 1
+        elif not (
+            index
+            and act.verb == "fence"
+            and following is not None
+            and _only_first(following, plan, role)
+        ):
+            return pairs, _shown(did, at, should, position)
+    return pairs, None if at == len(did) else _shown(did, at, should, len(should))
+
+
+def _shown(did: Sequence[Act], at: int, should: Sequence[Act], position: int) -> str:
+    """Both sides around the first mismatch."""
+    rows = ["the kernel and the model part here"]
+    for title, acts, here in (("kernel", did, at), ("model", should, position)):
+        rows.append(f"  {title}:")
+        for index in range(max(0, here - AROUND), min(len(acts), here + AROUND + 1)):
+            mark = ">" if index == here else " "
+            rows.append(f"  {mark} {acts[index]}  ({acts[index].where})")
+        if here >= len(acts):
+            rows.append("  > nothing more")
+    return "\n".join(rows)
