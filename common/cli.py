@@ -8,6 +8,7 @@ import importlib
 import json
 import pathlib
 import shutil
+import textwrap
 from collections.abc import Callable
 from enum import Enum
 from typing import Annotated, Optional
@@ -380,21 +381,30 @@ def roofline(
 def mutate(
     stage: StageArgument,
     fast: Annotated[bool, typer.Option("--fast", help="A third of the sites.")] = False,
+    device: Annotated[
+        bool, typer.Option("--device", help="Of the compiled kernel, executed on a Hopper GPU.")
+    ] = False,
     head_dim: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(help="Head dim; the largest when not given."),
+    ] = None,
+    out: Annotated[
+        OutFile, typer.Option(help="With --device: evidence file that gets the counts.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Verdicts as JSON.")] = False,
 ) -> None:
     """Delete each wait, arrive and fence of the stage's model in turn; does anything notice?
 
-    What survives unexplained makes the exit code 1.
+    With --device: of its PTX. What survives unexplained makes the exit code 1.
     """
     from rich.progress import track
 
     from . import mutation
 
-    subject = mutation.stage_subject(stage, head_dim)
+    if device and fast:
+        raise ValueError("--fast is for the model; leave it out with --device")
+    if out and not device:
+        raise ValueError("--out records what --device found; give both")
     progress = functools.partial(
         track,
         description=f"stage {stage.tag}: deleting",
@@ -402,17 +412,56 @@ def mutate(
         transient=True,
         disable=not errors.is_terminal,
     )
-    report = mutation.mutate(subject, fast, progress)
+    if device:
+        report = _mutate_device(stage, head_dim, progress, out)
+    else:
+        report = mutation.mutate(mutation.stage_subject(stage, head_dim), fast, progress)
     if as_json:
         print(json.dumps(report.as_dict(), indent=1))
     else:
-        table = _table("site", "line", "verdict", "how it shows, or why not", whole=3)
-        files = {row.site.line.partition(":")[0] for row in report.verdicts}
-        for row in report.verdicts:
-            line = row.site.line.rpartition(":" if len(files) == 1 else "/")[2]
-            table.add_row(str(row.site), line, row.label, row.short or row.reason)
-        console.print(table)
-        console.print(f"Lines of {', '.join(sorted(files))}.", highlight=False)
+        (_print_device if device else _print_mutation)(report)
         console.print(report.summary(), markup=False, highlight=False)
     if report.complaints:
         raise AssertionError("\n".join(report.complaints))
+
+
+def _mutate_device(stage: Stage, head_dim: int | None, progress, out: pathlib.Path | None):
+    import datetime
+
+    from . import device_mutation, evidence
+    from .compile import CompileKey, compile_stage
+    from .ptx import ptx_hash
+
+    head_dim = head_dim or stage.config.ENVELOPE.head_dims[-1]
+    report = device_mutation.mutate(stage, head_dim, progress)
+    if out:
+        dtype = stage.config.ENVELOPE.dtypes[0]
+        kernel = compile_stage(stage, arch="sm_100a", dtype=dtype, head_dim=head_dim)
+        row = {
+            "kernel": CompileKey(stage.number, "sm_100a", dtype, head_dim).name,
+            "ptx_sha256": ptx_hash(kernel.ptx),
+            "date": datetime.date.today().isoformat(),
+            "command": f"flash-ladder mutate {stage.number} --device --head-dim {head_dim}",
+            "counts": report.counts(),
+            "seconds": round(report.seconds, 1),
+        }
+        evidence.add_mutation(out, stage, row)
+    return report
+
+
+def _print_mutation(report) -> None:
+    table = _table("site", "line", "verdict", "how it shows, or why not", whole=3)
+    files = {row.site.line.partition(":")[0] for row in report.verdicts}
+    for row in report.verdicts:
+        line = row.site.line.rpartition(":" if len(files) == 1 else "/")[2]
+        table.add_row(str(row.site), line, row.label, row.short or row.reason)
+    console.print(table)
+    console.print(f"Lines of {', '.join(sorted(files))}.", highlight=False)
+
+
+def _print_device(report) -> None:
+    table = _table("site", "PTX line", "noticed by", "how it shows, or why not", whole=3)
+    for row in report.verdicts:
+        detail = textwrap.shorten(row.detail or row.reason, 160)
+        table.add_row(str(row.site), str(row.site.line), row.label, detail)
+    console.print(table)

@@ -58,11 +58,11 @@ class Difference:
 @dataclass(frozen=True)
 class Conformance:
     """differences: one for each warp that has any; acts: compared; lines: for each PTX line that
-    was reached, the lines of the model that it stands for."""
+    was reached, the (role, line of the model) that it stands for."""
 
     differences: tuple[Difference, ...]
     acts: int
-    lines: dict[int, frozenset[str]]
+    lines: dict[int, frozenset[tuple[str, str]]]
 
     @property
     def exact(self) -> bool:
@@ -70,7 +70,9 @@ class Conformance:
         return not self.differences
 
 
-def conform(log: Log, notes: Sequence[Note], plan: Plan, place: tuple[int, int, int]) -> Conformance:
+def conform(
+    log: Log, notes: Sequence[Note], plan: Plan, place: tuple[int, int, int]
+) -> Conformance:
     """Compare the log of a CTA with the notes of its model.
 
     place: (m_block, head, batch) of the CTA, to know which tiles it has to load and store.
@@ -87,7 +89,8 @@ def conform(log: Log, notes: Sequence[Note], plan: Plan, place: tuple[int, int, 
             pairs, difference = _match(did, should, plan, role, index)
             count += len(pairs)
             for act, note in pairs:
-                lines.setdefault(int(act.where.rpartition(" ")[2]), set()).add(note.where)
+                line = int(act.where.rpartition(" ")[2])
+                lines.setdefault(line, set()).add((role.name, note.where))
             if difference:
                 differences.append(Difference(agent, difference))
     return Conformance(
@@ -103,7 +106,9 @@ def _initialised(found: list[Step], plan: Plan) -> list[Difference]:
     }
     wrong = sorted(name for name in did.keys() | should.keys() if did.get(name) != should.get(name))
     return [
-        Difference(name, f"initialised with {did.get(name)} arrivals, the plan has {should.get(name)}")
+        Difference(
+            name, f"initialised with {did.get(name)} arrivals, the plan has {should.get(name)}"
+        )
         for name in wrong
     ]
 

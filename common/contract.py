@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import torch
 
 from . import facts, inputs, mutation, numerics, reference
 from .compile import CompiledKernel, CompileKey, DslMissing, require_dsl
+from .model import observe
+from .ordering import Ordering
 from .pairwise import pairwise
 from .plan import Plan
 from .sass import SassReport, report
@@ -284,6 +287,32 @@ def plan_mismatches(plan: Plan, ptx: facts.PtxFacts) -> list[str]:
         for name in expected
         if expected[name] != shown[name]
     ]
+
+
+A1_LISTED = re.compile(r"\*\*Ordered\s+by\s+A1\s+alone\*\*:([^.]*)\.")
+A1_PAIR = re.compile(r"`(\w+)` before `(\w+)`")
+
+
+def listed_a1_edges(stage: Stage) -> set[tuple[str, str]]:
+    """Pairs of MMAs, by accumulator, that the stage's page says only rule A1 orders."""
+    text = (stage.folder / "README.md").read_text(encoding="utf-8")
+    return {pair for part in A1_LISTED.findall(text) for pair in A1_PAIR.findall(part)}
+
+
+def check_a1(stage: Stage, head_dim: int) -> None:
+    """The page lists what only rule A1 orders in the model, and nothing else."""
+    orderings: list[Ordering] = []
+
+    def ordering() -> Ordering:
+        orderings.append(Ordering("practice"))
+        return orderings[-1]
+
+    problem = mutation.stage_problems(stage, head_dim)["gaussian"]
+    with observe(ordering):
+        stage.simulate(problem.q, problem.k, problem.v, softmax_scale=problem.softmax_scale)
+    edges = {(r.first.op, r.second.op) for order in orderings for r in order.a1_edges()}
+    listed = listed_a1_edges(stage)
+    assert edges == listed, f"only A1 orders {sorted(edges)}, the page lists {sorted(listed)}"
 
 
 NO_SPILLS = {"stack_bytes": 0, "spill_instructions": 0, "local_bytes": 0}

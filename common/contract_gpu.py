@@ -7,13 +7,25 @@ or one too many, is found. Runs: host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from . import inputs, numerics
-from .contract import GPU_SIZES, Case, cases, compile_skip_reason, judge
+from . import inputs, mutation, numerics
+from .conformance import conform
+from .contract import (
+    GPU_SIZES,
+    Case,
+    cases,
+    compile_skip_reason,
+    judge,
+    listed_a1_edges,
+)
 from .envelope import check
+from .executed import check_log
+from .hopper.log import decode
 from .launch import execution, kernel_for, launch, modes
 from .stage import Stage
 
@@ -251,3 +263,69 @@ def check_adversary(stage: Stage, seed: int) -> None:
                 check_gpu_case(stage, case)
     finally:
         engine.settings()
+
+
+LOG_UNITS = 1 << 16  # 16 bytes each, for one CTA
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What the logs of a kernel showed, all of it right: CTAs, records, bytes, acts compared with
+    the model, and the pairs that only rule A1 orders."""
+
+    ctas: int
+    events: int
+    bytes: int
+    acts: int
+    a1_edges: tuple[tuple[str, str], ...]
+
+
+def log_problems(stage: Stage, dtype: str, head_dim: int) -> dict[str, inputs.Problem]:
+    """What is executed with the log: the problems of mutation, and a grid in all directions."""
+    query_tiles = getattr(stage.config, "Q_TILES", 1)
+    rows, unit = query_tiles * stage.config.TILE_M, stage.config.ENVELOPE.seqlen_multiple
+    found = mutation.stage_problems(stage, head_dim, "cuda", dtype)
+    del found["ascending_max"]  # the steps do not depend on values
+    grid = Case("gaussian", dtype, head_dim, rows + stage.config.TILE_M, 3 * unit, 2, 2)
+    return found | {"grid": grid.problem("cuda")}
+
+
+def check_executed(stage: Stage, dtype: str, head_dim: int) -> Executed:
+    """Each CTA's log has no race, and every warp did what its role does in the model."""
+    plan, logs, acts, edges = stage.config.plan(head_dim), [], 0, set()
+    for name, problem in log_problems(stage, dtype, head_dim).items():
+        for log, notes, place in _logs_and_notes(stage, problem):
+            verdict = check_log(log, plan)
+            compared = conform(log, notes, plan, place)
+            wrong = [*verdict.errors, *compared.differences]
+            assert not wrong, f"{name}, CTA {log.cta}: {len(wrong)} findings; {wrong[0]}"
+            edges |= {(a.removeprefix("mma "), b.removeprefix("mma ")) for a, b in verdict.a1_edges}
+            acts += compared.acts
+            logs.append(verdict)
+    listed = listed_a1_edges(stage)
+    assert edges == listed, f"only A1 orders {sorted(edges)}, the page lists {sorted(listed)}"
+    sizes = sum(row.events for row in logs), sum(row.size for row in logs)
+    return Executed(len(logs), *sizes, acts, tuple(sorted(edges)))
+
+
+def _logs_and_notes(stage: Stage, problem: inputs.Problem):
+    """(log, the model's notes, (m_block, head, batch)) of each CTA of a problem."""
+    from .hopper.run import session
+
+    batch, seqlen_q, heads, _ = problem.q.shape
+    blocks = math.ceil(seqlen_q / (stage.config.TILE_M * getattr(stage.config, "Q_TILES", 1)))
+    ctas = blocks * heads * batch
+    engine = session(torch.cuda.current_device())
+    engine.settings(log_clusters=ctas, log_units=LOG_UNITS)
+    try:
+        with execution("rewritten", log=True):
+            run_problem(stage, problem)
+        logs = [decode(data) for data in engine.logs()]
+    finally:
+        engine.settings()
+    assert len(logs) == ctas, f"{len(logs)} of {ctas} CTAs have a log"
+    tensors = [x.cpu() for x in (problem.q, problem.k, problem.v)]
+    run = stage.simulate(*tensors, softmax_scale=problem.softmax_scale)
+    for log, notes in zip(logs, run.notes):
+        place = log.cta % blocks, log.cta // blocks % heads, log.cta // blocks // heads
+        yield log, notes, place

@@ -40,6 +40,25 @@ KERNEL_FIELDS = {
     "failed": int,
     "worst": dict,  # generator, case, metric, value, baseline, limit of the tightest comparison
 }
+LOG_FIELDS = {  # of a kernel executed with the log (`contract_gpu.check_executed`)
+    "clean": bool,  # no race and no misuse of a barrier
+    "conforms": bool,  # every warp did what its role does in the model
+    "ctas": int,
+    "events": int,
+    "bytes": int,
+    "acts": int,  # compared with the model
+    "a1_edges": list,  # pairs of MMAs that only rule A1 orders
+}
+MUTATION_FIELDS = {  # `device_mutation.Report.counts`
+    "sites": int,
+    "result": int,
+    "error": int,
+    "log": int,
+    "timing": int,
+    "log_only": int,
+    "redundant": int,
+    "unexplained": int,
+}
 TEST_FIELDS = {"passed": int, "failed": int, "skipped": int}
 MODES = ("native", "rewritten")
 
@@ -64,6 +83,11 @@ def validate(evidence: dict[str, Any], stage: Stage) -> None:
         for index, kernel in enumerate(run["kernels"]):
             _object(kernel, f"run {number}, kernel {index}")
             _fields(kernel, KERNEL_FIELDS, f"run {number}, kernel {kernel.get('key')}")
+            if kernel.get("log", {}).get("clean"):
+                _fields(kernel["log"], LOG_FIELDS, f"run {number}, log of {kernel['key']}")
+        for row in run.get("mutation", []):
+            _fields(row, {"kernel": str, "date": str, "counts": dict}, f"run {number}, mutation")
+            _fields(row["counts"], MUTATION_FIELDS, f"run {number}, mutation of {row['kernel']}")
 
 
 def _object(row: Any, where: str) -> None:
@@ -101,10 +125,51 @@ def stale(stage: Stage, evidence: dict[str, Any] | None = None) -> list[str]:
                 )
             if kernel["failed"]:
                 reasons.append(f"{kernel['key']}: {kernel['failed']} cases failed on {run['gpu']}")
+        reasons += [f"{run['date']}: {text}" for text in unlogged(stage, run)]
         failed = run["tests"]["failed"] - sum(kernel["failed"] for kernel in run["kernels"])
         if failed > 0:
             reasons.append(f"{run['date']}: {failed} checks failed on {run['gpu']}")
     return reasons
+
+
+def unlogged(stage: Stage, run: dict[str, Any]) -> list[str]:
+    """What a rewritten run of a stage with tensor memory lacks: clean logs, explained mutants."""
+    uses = any(stage.config.plan(head_dim).tmem for head_dim in stage.config.ENVELOPE.head_dims)
+    if run["mode"] != "rewritten" or not uses:
+        return []
+    found = [
+        f"{kernel['key']} has no clean log that conforms to the model"
+        for kernel in run["kernels"]
+        if not (kernel.get("log", {}).get("clean") and kernel["log"].get("conforms"))
+    ]
+    mutations = run.get("mutation", [])
+    if not mutations:
+        found.append("its kernel was not mutated (`flash-ladder mutate N --device`)")
+    return found + [
+        f"{row['counts']['unexplained']} mutants of {row['kernel']} survived unexplained"
+        for row in mutations
+        if row["counts"]["unexplained"]
+    ]
+
+
+def add_mutation(path: pathlib.Path, stage: Stage, row: dict[str, Any]) -> None:
+    """Add the counts of a mutation to the newest rewritten run of an evidence file.
+
+    row: kernel (its key), ptx_sha256, date, command, counts, seconds. Raises EvidenceError when no
+    run there is of that PTX.
+    """
+    runs = _read(path, stage) if path.is_file() else []
+    for run in reversed(runs):
+        hashes = [kernel["ptx_sha256"] for kernel in run["kernels"]]
+        if run["mode"] == "rewritten" and row["ptx_sha256"] in hashes:
+            kept = [old for old in run.get("mutation", []) if old["kernel"] != row["kernel"]]
+            run["mutation"] = [*kept, row]
+            break
+    else:
+        raise EvidenceError(f"{path}: no rewritten run of this kernel; run `verify` first")
+    evidence = {"schema": SCHEMA, "stage": stage.number, "runs": runs}
+    validate(evidence, stage)
+    path.write_text(json.dumps(evidence, indent=1) + "\n")
 
 
 def add(path: pathlib.Path, stage: Stage, run: dict[str, Any]) -> dict[str, Any]:

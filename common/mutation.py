@@ -219,11 +219,30 @@ def mutate(
     return Report(subject.name, verdicts, len(sites), wrong, time.perf_counter() - start)
 
 
+def sites_of(subject: Subject) -> list[Site]:
+    """Every site of `subject`. Raises Unsound when it fails as it is."""
+    return _sites(_Sound(subject.name, name, run) for name, run in subject.problems.items())
+
+
 def stage_subject(stage: Stage, head_dim: int | None = None) -> Subject:
     """A stage's model on one CTA; head_dim: the envelope's last when None.
 
     Every ring of slots begins anew `WRAPS` times in the first two problems. The others take what
     the code may treat by itself: a CTA that lacks its last query tile, and the least keys.
+    """
+    given = stage_problems(stage, head_dim)
+    head_dim = next(iter(given.values())).q.shape[-1]
+    problems = {name: _runner(stage, problem) for name, problem in given.items()}
+    redundant = getattr(stage.model, "REDUNDANT", {})
+    return Subject(f"stage {stage.tag}, head dim {head_dim}", problems, redundant)
+
+
+def stage_problems(
+    stage: Stage, head_dim: int | None = None, device: str = "cpu", dtype: str | None = None
+) -> dict[str, inputs.Problem]:
+    """The inputs that a stage's mutants are tried on, of one CTA each; see `stage_subject`.
+
+    dtype: the envelope's first when None.
     """
     envelope = stage.config.ENVELOPE
     head_dim = envelope.head_dims[-1] if head_dim is None else head_dim
@@ -239,22 +258,22 @@ def stage_subject(stage: Stage, head_dim: int | None = None) -> Subject:
     if query_tiles > 1:
         sizes["odd query tile"] = (rows - tile_m, keys)
     sizes["least keys"] = (rows, unit)
-    problems = {name: _problem(stage, head_dim, name, *size) for name, size in sizes.items()}
-    redundant = getattr(stage.model, "REDUNDANT", {})
-    return Subject(f"stage {stage.tag}, head dim {head_dim}", problems, redundant)
+    return {
+        name: inputs.make(
+            name if name in inputs.GENERATORS else "gaussian",
+            batch=1,
+            seqlen_q=rows,
+            seqlen_k=keys,
+            heads=1,
+            head_dim=head_dim,
+            dtype=getattr(torch, dtype or envelope.dtypes[0]),
+            device=device,
+        )
+        for name, (rows, keys) in sizes.items()
+    }
 
 
-def _problem(stage: Stage, head_dim: int, name: str, rows: int, keys: int) -> Problem:
-    problem = inputs.make(
-        name if name in inputs.GENERATORS else "gaussian",
-        batch=1,
-        seqlen_q=rows,
-        seqlen_k=keys,
-        heads=1,
-        head_dim=head_dim,
-        dtype=getattr(torch, stage.config.ENVELOPE.dtypes[0]),
-    )
-
+def _runner(stage: Stage, problem: inputs.Problem) -> Problem:
     def run():
         found = stage.simulate(
             problem.q, problem.k, problem.v, softmax_scale=problem.softmax_scale, max_ctas=1
@@ -328,8 +347,7 @@ def _verdict(subject: Subject, sound: Mapping[str, _Sound], site: Site) -> Verdi
             found = row.without(site)
             if found.caught:
                 return Verdict(site, found.kinds, found.short, found.detail, name)
-    reasons = [why for key, why in subject.redundant.items() if _means(key, site)]
-    return Verdict(site, reason=reasons[0] if reasons else "")
+    return Verdict(site, reason=reason(subject.redundant, site.names))
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -388,6 +406,13 @@ def _wrong(redundant: Mapping[str, str], verdicts: Sequence[Verdict]) -> Iterato
 
 def _means(key: str, site: Site) -> bool:
     return any(fnmatchcase(name, key) for name in site.names)
+
+
+def reason(redundant: Mapping[str, str], names: Iterable[str]) -> str:
+    """Why a site that has these names may be deleted, as `Subject.redundant` says, or ""."""
+    return next(
+        (why for key, why in redundant.items() if any(fnmatchcase(n, key) for n in names)), ""
+    )
 
 
 def _third(sites: Sequence[Site]) -> list[Site]:

@@ -7,6 +7,7 @@ import datetime
 import statistics
 import subprocess
 import traceback
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from . import contract, contract_gpu
-from .compile import CompiledKernel, compile_stage, versions
+from .compile import CompiledKernel, CompileKey, compile_stage, versions
 from .contract import Case
 from .facts import ptx_facts
 from .hopper.rewrite import rewriter_hash
@@ -45,13 +46,16 @@ def verify(
         verdicts, failures = _run_all(stage, console)
         timings = [_timing(stage)] if mode == "native" else []
     seeds = _run_adversaries(stage, failures, console) if mode == "rewritten" else []
+    logs = _check_logs(stage, failures, console) if mode == "rewritten" else {}
     target = native_arch(device) if mode == "native" else "sm_100a"
     kernels = [
         _kernel_row(compile_stage(stage, arch=target, dtype=dtype, head_dim=head_dim), verdicts)
         for dtype in stage.config.ENVELOPE.dtypes
         for head_dim in stage.config.ENVELOPE.head_dims
     ]
-    total = len(verdicts) + len(contract_gpu.GPU_CHECKS) + len(seeds)
+    for row in kernels:
+        row |= {"log": logs[row["key"]]} if row["key"] in logs else {}
+    total = len(verdicts) + len(contract_gpu.GPU_CHECKS) + len(seeds) + len(logs)
     for failure in failures:
         console.print(failure, style="red", markup=False)
     console.print(f"{total - len(failures)} passed, {len(failures)} failed")
@@ -94,6 +98,23 @@ def _run_adversaries(stage: Stage, failures: list[str], console: Console) -> lis
     for seed in track(seeds, f"stage {stage.tag}: adversaries", console=console):
         _attempt(failures, f"adversary {seed}", contract_gpu.check_adversary, stage, seed)
     return seeds
+
+
+def _check_logs(stage: Stage, failures: list[str], console: Console) -> dict[str, dict]:
+    """By kernel, what its executed logs showed; see `evidence.LOG_FIELDS`."""
+    if contract_gpu.adversary_skip_reason(stage):
+        return {}
+    envelope, found = stage.config.ENVELOPE, {}
+    pairs = [(dtype, head_dim) for dtype in envelope.dtypes for head_dim in envelope.head_dims]
+    for dtype, head_dim in track(pairs, f"stage {stage.tag}: executed logs", console=console):
+        key = CompileKey(stage.number, "sm_100a", dtype, head_dim).name
+        shown = _attempt(
+            failures, f"log {key}", contract_gpu.check_executed, stage, dtype, head_dim
+        )
+        found[key] = {"clean": shown is not None, "conforms": shown is not None}
+        if shown:
+            found[key] |= asdict(shown)
+    return found
 
 
 def _timing(stage: Stage, warm: int = 20, repeats: int = 20) -> dict[str, Any]:

@@ -297,9 +297,7 @@ def _mma(scope: Scope, statement: Statement, context: Context) -> None:
     if rest and rest[0].startswith("{"):
         rest.pop(0)
     first, in_tmem = scope.register("b64"), a.startswith("[")
-    scope.add(
-        f"cvt.u64.u32 {first}, {_place(scope, a)};" if in_tmem else f"mov.b64 {first}, {a};"
-    )
+    scope.add(f"cvt.u64.u32 {first}, {_place(scope, a)};" if in_tmem else f"mov.b64 {first}, {a};")
     group = int(statement.opcode.partition("cta_group::")[2][0])
     flags = in_tmem | (group == 2) << 1
     scope.call(

@@ -78,8 +78,9 @@ def hopper_kernel(
 ) -> HopperKernel:
     """The stage's sm_100a kernel, rewritten, for a Hopper GPU; built once and kept on disk.
 
-    log: with the executed log (`Session.settings`). Looks in the folder that the environment variable FLASH_LADDER_ARTEFACTS names, then in the
-    cache. Warns once a process that this is functional execution.
+    log: with the executed log (`Session.settings`). Looks in the folder that the environment
+    variable FLASH_LADDER_ARTEFACTS names, then in the cache. Warns once a process that this is
+    functional execution.
     """
     _warn()
     key = CompileKey(stage.number, "sm_100a", dtype, head_dim)
@@ -146,9 +147,7 @@ def _mark(stage: Stage, key: CompileKey) -> str:
     return hashlib.sha256((fingerprint(stage, key) + rewriter_hash()).encode()).hexdigest()[:24]
 
 
-def _build_into(
-    stage: Stage, key: CompileKey, folder: pathlib.Path, log: bool
-) -> HopperObject:
+def _build_into(stage: Stage, key: CompileKey, folder: pathlib.Path, log: bool) -> HopperObject:
     """Build beside `folder` and rename: other processes see all of it or nothing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))

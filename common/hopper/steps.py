@@ -243,7 +243,8 @@ class _Reader:
         coordinates = event.words[5:9]
         step.what = self.names.shared(smem & OFFSET)
         step.numbers = (smem & OFFSET, size, number, *coordinates)
-        place = ((f"smem{self._suffix(smem >> 24 if self.pair else 0)}", span(smem & OFFSET, size)),)
+        memory = f"smem{self._suffix(smem >> 24 if self.pair else 0)}"
+        place = ((memory, span(smem & OFFSET, size)),)
         step.verb = {Kind.LOAD: "load", Kind.STORE: "store", Kind.REDUCE: "reduce"}[event.kind]
         if event.kind == Kind.LOAD:
             step.writes, step.targets = place, ((self._barrier(other), size),)

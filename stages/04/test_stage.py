@@ -48,6 +48,11 @@ def test_host_mutation():
     contract.check_mutation(STAGE, fast=True)
 
 
+@pytest.mark.parametrize("head_dim", STAGE.config.ENVELOPE.head_dims)
+def test_host_a1(head_dim):
+    contract.check_a1(STAGE, head_dim)
+
+
 @pytest.mark.parametrize("key", contract.compile_keys(STAGE), ids=lambda key: key.name)
 def test_compile_facts(dsl, key):
     kernel = compile_stage(STAGE, arch=key.arch, dtype=key.dtype, head_dim=key.head_dim)
@@ -80,3 +85,12 @@ def test_gpu_adversary(seed):
     if reason:
         pytest.skip(reason)
     contract_gpu.check_adversary(STAGE, seed)
+
+
+@pytest.mark.parametrize("head_dim", STAGE.config.ENVELOPE.head_dims)
+@pytest.mark.parametrize("dtype", STAGE.config.ENVELOPE.dtypes)
+def test_gpu_log(dtype, head_dim):
+    reason = contract_gpu.adversary_skip_reason(STAGE)
+    if reason:
+        pytest.skip(reason)
+    contract_gpu.check_executed(STAGE, dtype, head_dim)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutation of the compiled kernel: leave out each wait, arrival and fence of its PTX in turn, on a
+Hopper GPU, and see what notices.
+
+The kernel is rewritten once, with the log; a run leaves out the statement of one line. Judged by
+results (bit for bit, without delays and under every adversary), by errors (faults, hangs) and by
+the log. Runs: host.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from . import contract_gpu, mutation
+from .conformance import conform
+from .device_worker import Bench, Outcome, serve
+from .executed import check_log
+from .hopper.record import optional
+from .hopper.run import hopper_kernel
+from .hopper.steps import Step, steps
+from .mutation import Unsound
+from .ptx import read
+from .stage import Stage
+
+KINDS = ("result", "error", "log")
+WORKERS = 8  # processes that share the GPU
+
+
+@dataclass(frozen=True)
+class Site:
+    """A wait, arrival or fence of the PTX. name: role, verb and barrier as the log shows them;
+    twins: the sites of the model that it stands for."""
+
+    line: int
+    opcode: str
+    name: str = ""
+    twins: tuple[mutation.Site, ...] = ()
+
+    @property
+    def is_wait(self) -> bool:
+        """Whether it waits at an mbarrier."""
+        return self.opcode.startswith("mbarrier.try_wait")
+
+    def __str__(self) -> str:
+        return self.name or self.opcode
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of leaving `site` out.
+
+    by: those of KINDS that noticed; detail: the first in words; reason: why nothing did.
+    """
+
+    site: Site
+    by: tuple[str, ...]
+    detail: str
+    reason: str = ""
+
+    @property
+    def timing(self) -> bool:
+        """Whether it showed without the log."""
+        return "result" in self.by or "error" in self.by
+
+    @property
+    def label(self) -> str:
+        """The verdict in a word or two."""
+        return " + ".join(self.by) or ("redundant" if self.reason else "SURVIVED")
+
+
+@dataclass(frozen=True)
+class Report:
+    """All verdicts on one kernel."""
+
+    name: str
+    verdicts: tuple[Verdict, ...]
+    seconds: float
+
+    @property
+    def complaints(self) -> list[str]:
+        """Sites that nothing noticed and no reason explains."""
+        missed = [row for row in self.verdicts if not row.by and not row.reason]
+        return [f"{row.site} (PTX line {row.site.line}) survived" for row in missed]
+
+    def counts(self) -> dict[str, int]:
+        """How many sites there are, and how many each kind noticed.
+
+        timing: by result or error; log_only: by nothing else. The same of the mbarrier waits.
+        """
+        rows = self.verdicts
+        waits = [row for row in rows if row.site.is_wait]
+        return {
+            "sites": len(rows),
+            **{kind: sum(kind in row.by for row in rows) for kind in KINDS},
+            "timing": sum(row.timing for row in rows),
+            "log_only": sum(row.by == ("log",) for row in rows),
+            "redundant": sum(not row.by and bool(row.reason) for row in rows),
+            "unexplained": len(self.complaints),
+            "waits": len(waits),
+            "waits_timing": sum(row.timing for row in waits),
+            "waits_log": sum("log" in row.by for row in waits),
+        }
+
+    def summary(self) -> str:
+        """Two lines."""
+        n = self.counts()
+        return (
+            f"{self.name}: {n['sites']} sites left out; noticed by results {n['result']}, by "
+            f"errors {n['error']}, by the log {n['log']} ({n['log_only']} by it alone); redundant "
+            f"{n['redundant']}, unexplained {n['unexplained']}; {self.seconds:.0f} s\n"
+            f"of {n['waits']} mbarrier waits timing shows {n['waits_timing']}, the log "
+            f"{n['waits_log']} (a run that hangs has no log)"
+        )
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        rows = [
+            {
+                "site": str(row.site),
+                "line": row.site.line,
+                "opcode": row.site.opcode,
+                "verdict": row.label,
+                "detail": row.detail,
+                "reason": row.reason,
+            }
+            for row in self.verdicts
+        ]
+        return {
+            "subject": self.name,
+            "counts": self.counts(),
+            "complaints": self.complaints,
+            "seconds": round(self.seconds, 1),
+            "verdicts": rows,
+        }
+
+
+def sites(ptx: str) -> list[Site]:
+    """Every wait, arrival and fence of a kernel's PTX, in the order of the text."""
+    (body,) = read(ptx).entries().values()
+    return [Site(s.line, s.opcode) for s in body if s.is_instruction and optional(s)]
+
+
+def mutate(
+    stage: Stage,
+    head_dim: int | None = None,
+    progress: Callable[[Sequence[Site]], Iterable[Site]] = iter,
+    workers: int = WORKERS,
+) -> Report:
+    """Leave out every site of a stage's kernel in turn. `progress` is given the sites, and yields.
+
+    Raises RuntimeError on a machine that cannot execute the stage rewritten, and Unsound when
+    something is wrong with everything in place.
+    """
+    missing = contract_gpu.adversary_skip_reason(stage)
+    if missing:
+        raise RuntimeError(f"cannot mutate the kernel of stage {stage.tag}: {missing}")
+    head_dim = head_dim or stage.config.ENVELOPE.head_dims[-1]
+    start = time.perf_counter()
+    named = named_sites(stage, head_dim)
+    outcomes = _outcomes(stage.number, head_dim, [site.line for site in named], workers)
+    found = {}
+    for _ in progress(named):
+        outcome = next(outcomes)
+        found[outcome.line] = outcome
+    verdicts = tuple(_verdict(stage, site, found[site.line]) for site in named)
+    name = f"stage {stage.tag}, head dim {head_dim}, rewritten"
+    return Report(name, verdicts, time.perf_counter() - start)
+
+
+def _verdict(stage: Stage, site: Site, outcome: Outcome) -> Verdict:
+    found = Verdict(site, outcome.by, outcome.detail)
+    return found if outcome.by else replace(found, reason=explanation(stage, site))
+
+
+def explanation(stage: Stage, site: Site) -> str:
+    """Why leaving a site out is no fault: the stage's reason for each of its twins, or ""."""
+    table = stage.model.REDUNDANT
+    if not site.twins:
+        return mutation.reason(table, (site.name,))
+    reasons = [mutation.reason(table, twin.names) for twin in site.twins]
+    return "; ".join(dict.fromkeys(reasons)) if all(reasons) else ""
+
+
+# ---- which is which ------------------------------------------------------------------------
+
+
+def named_sites(stage: Stage, head_dim: int) -> list[Site]:
+    """The sites, named and paired with those of the model by running both. Needs the GPU."""
+    import torch
+
+    bench, subject = Bench(stage, head_dim), mutation.stage_subject(stage, head_dim)
+    model = mutation.sites_of(subject)
+    reached: dict[int, dict[str, None]] = {}
+    twins: dict[int, set[tuple[str, str]]] = {}
+    for name, problem in bench.problems.items():
+        run = stage.simulate(
+            *(x.cpu() for x in (problem.q, problem.k, problem.v)),
+            softmax_scale=problem.softmax_scale,
+        )
+        for log in bench.run(problem, log=True)[1]:
+            errors = check_log(log, bench.plan).errors
+            compared = conform(log, run.notes[0], bench.plan, (0, 0, 0))
+            if errors or not compared.exact:
+                raise Unsound(f"{name}: {(*errors, *compared.differences)[0]}")
+            for step in steps(log, bench.plan):
+                reached.setdefault(step.line, {})[site_name(step)] = None
+            for line, places in compared.lines.items():
+                twins.setdefault(line, set()).update(places)
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtype = stage.config.ENVELOPE.dtypes[0]
+    return [
+        replace(
+            site,
+            name=", ".join(reached.get(site.line, ())),
+            twins=tuple(row for row in model if (row.role, row.line) in twins.get(site.line, ())),
+        )
+        for site in sites(hopper_kernel(stage, dtype, head_dim, device, log=True).ptx)
+    ]
+
+
+def site_name(step: Step) -> str:
+    """Role, verb and barrier (without its slot) of a step."""
+    role, what = step.agent.partition(".")[0], step.what.partition("[")[0]
+    verb = {"bar.arrive": "sync", "bulk.wait": "bulk_wait"}.get(step.verb, step.verb)
+    return f"{role} {verb} {what}".rstrip()
+
+
+# ---- workers -------------------------------------------------------------------------------
+
+
+def _outcomes(stage: int, head_dim: int, lines: Sequence[int], workers: int) -> Iterator[Outcome]:
+    """Outcomes as they come, from worker processes that are replaced when a fault ended one."""
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Outcome | Exception] = queue.SimpleQueue()
+    for line in lines:
+        waiting.put(line)
+    work = functools.partial(_work, stage, head_dim, waiting, done)
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(workers, len(lines)))]
+    for thread in threads:
+        thread.start()
+    for _ in lines:
+        outcome = done.get()
+        if isinstance(outcome, Exception):
+            raise outcome
+        yield outcome
+
+
+def _work(stage: int, head_dim: int, waiting: queue.SimpleQueue, done: queue.SimpleQueue) -> None:
+    """Keep one process busy until no line is left."""
+    context = multiprocessing.get_context("spawn")
+    process = pipe = None
+    try:
+        while True:
+            line = waiting.get_nowait()
+            if process is None:
+                pipe, theirs = context.Pipe()
+                process = context.Process(target=serve, args=(stage, head_dim, theirs), daemon=True)
+                process.start()
+                theirs.close()
+            pipe.send(line)
+            outcome = pipe.recv()
+            done.put(outcome)
+            if not outcome.alive:
+                process.join()
+                process = None
+    except queue.Empty:
+        if process is not None:
+            pipe.send(None)
+            process.join()
+    except Exception as wrong:
+        done.put(RuntimeError(f"a worker ended without an answer ({type(wrong).__name__})"))
