@@ -58,11 +58,11 @@ class Difference:
 @dataclass(frozen=True)
 class Conformance:
     """differences: one for each warp that has any; acts: compared; lines: for each PTX line that
-    was reached, the (role, line of the model) that it stands for."""
+    was reached, the (role, line of the model, barrier or place) that it stands for."""
 
     differences: tuple[Difference, ...]
     acts: int
-    lines: dict[int, frozenset[tuple[str, str]]]
+    lines: dict[int, frozenset[tuple[str, str, str]]]
 
     @property
     def exact(self) -> bool:
@@ -90,7 +90,8 @@ def conform(
             count += len(pairs)
             for act, note in pairs:
                 line = int(act.where.rpartition(" ")[2])
-                lines.setdefault(line, set()).add((role.name, note.where))
+                twin = role.name, note.where, note.what.partition("[")[0]
+                lines.setdefault(line, set()).add(twin)
             if difference:
                 differences.append(Difference(agent, difference))
     return Conformance(

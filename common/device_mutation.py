@@ -3,8 +3,9 @@
 Hopper GPU, and see what notices.
 
 The kernel is rewritten once, with the log; a run leaves out the statement of one line. Judged by
-results (bit for bit, without delays and under every adversary), by errors (faults, hangs) and by
-the log. Runs: host.
+results (bit for bit, without delays and under every adversary), by errors (faults, hangs), by the
+log, and by `common.lint` on the text without the statement, which sees what execution cannot: a
+register that is used before its load has been waited for. Runs: host.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from . import contract_gpu, mutation
 from .conformance import conform
 from .device_worker import Bench, Outcome, serve
@@ -24,11 +27,12 @@ from .executed import check_log
 from .hopper.record import optional
 from .hopper.run import hopper_kernel
 from .hopper.steps import Step, steps
+from .lint import lint
 from .mutation import Unsound
 from .ptx import read
 from .stage import Stage
 
-KINDS = ("result", "error", "log")
+KINDS = ("result", "error", "log", "lint")
 WORKERS = 8  # processes that share the GPU
 
 
@@ -76,17 +80,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """All verdicts on one kernel."""
+    """All verdicts on one kernel; wrong: reasons of `REDUNDANT_COMPILED` that explain nothing."""
 
     name: str
     verdicts: tuple[Verdict, ...]
     seconds: float
+    wrong: tuple[str, ...] = ()
 
     @property
     def complaints(self) -> list[str]:
-        """Sites that nothing noticed and no reason explains."""
+        """Sites that nothing noticed and no reason explains, and reasons without a site."""
         missed = [row for row in self.verdicts if not row.by and not row.reason]
-        return [f"{row.site} (PTX line {row.site.line}) survived" for row in missed]
+        survived = [f"{row.site} (PTX line {row.site.line}) survived" for row in missed]
+        return [*survived, *self.wrong]
 
     def counts(self) -> dict[str, int]:
         """How many sites there are, and how many each kind noticed.
@@ -101,7 +107,7 @@ class Report:
             "timing": sum(row.timing for row in rows),
             "log_only": sum(row.by == ("log",) for row in rows),
             "redundant": sum(not row.by and bool(row.reason) for row in rows),
-            "unexplained": len(self.complaints),
+            "unexplained": sum(not row.by and not row.reason for row in rows),
             "waits": len(waits),
             "waits_timing": sum(row.timing for row in waits),
             "waits_log": sum("log" in row.by for row in waits),
@@ -112,8 +118,9 @@ class Report:
         n = self.counts()
         return (
             f"{self.name}: {n['sites']} sites left out; noticed by results {n['result']}, by "
-            f"errors {n['error']}, by the log {n['log']} ({n['log_only']} by it alone); redundant "
-            f"{n['redundant']}, unexplained {n['unexplained']}; {self.seconds:.0f} s\n"
+            f"errors {n['error']}, by the log {n['log']}, by lint {n['lint']}; by the log alone "
+            f"{n['log_only']}; redundant {n['redundant']}, unexplained {n['unexplained']}; "
+            f"{self.seconds:.0f} s\n"
             f"of {n['waits']} mbarrier waits timing shows {n['waits_timing']}, the log "
             f"{n['waits_log']} (a run that hangs has no log)"
         )
@@ -168,23 +175,46 @@ def mutate(
     for _ in progress(named):
         outcome = next(outcomes)
         found[outcome.line] = outcome
-    verdicts = tuple(_verdict(stage, site, found[site.line]) for site in named)
+    ptx = logged_ptx(stage, head_dim)
+    verdicts = tuple(_verdict(stage, site, found[site.line], ptx) for site in named)
+    used = {row.reason for row in verdicts}
+    wrong = [
+        f"REDUNDANT_COMPILED {key!r} explains no survivor"
+        for key, why in _compiled_reasons(stage).items()
+        if why not in used
+    ]
     name = f"stage {stage.tag}, head dim {head_dim}, rewritten"
-    return Report(name, verdicts, time.perf_counter() - start)
+    return Report(name, verdicts, time.perf_counter() - start, tuple(wrong))
 
 
-def _verdict(stage: Stage, site: Site, outcome: Outcome) -> Verdict:
-    found = Verdict(site, outcome.by, outcome.detail)
-    return found if outcome.by else replace(found, reason=explanation(stage, site))
+def _verdict(stage: Stage, site: Site, outcome: Outcome, ptx: str) -> Verdict:
+    by, detail = outcome.by, outcome.detail
+    findings = lint(without(ptx, site.line))
+    if findings:
+        by, detail = (*by, "lint"), detail or str(findings[0])
+    return Verdict(site, by, detail, "" if by else explanation(stage, site))
+
+
+def without(ptx: str, line: int) -> str:
+    """A PTX module without the statement of one line."""
+    lines = ptx.splitlines()
+    lines[line - 1] = ""
+    return "\n".join(lines) + "\n"
 
 
 def explanation(stage: Stage, site: Site) -> str:
-    """Why leaving a site out is no fault: the stage's reason for each of its twins, or ""."""
-    table = stage.model.REDUNDANT
-    if not site.twins:
-        return mutation.reason(table, (site.name,))
-    reasons = [mutation.reason(table, twin.names) for twin in site.twins]
-    return "; ".join(dict.fromkeys(reasons)) if all(reasons) else ""
+    """Why leaving a site out is no fault: the reasons of its twins in the model, or its own.
+
+    Its own, for what only compiled code has, is in `REDUNDANT_COMPILED` of the stage's model.py.
+    """
+    reasons = [mutation.reason(stage.model.REDUNDANT, twin.names) for twin in site.twins]
+    if reasons and all(reasons):
+        return "; ".join(dict.fromkeys(reasons))
+    return mutation.reason(_compiled_reasons(stage), (site.name,))
+
+
+def _compiled_reasons(stage: Stage) -> dict[str, str]:
+    return getattr(stage.model, "REDUNDANT_COMPILED", {})
 
 
 # ---- which is which ------------------------------------------------------------------------
@@ -192,12 +222,10 @@ def explanation(stage: Stage, site: Site) -> str:
 
 def named_sites(stage: Stage, head_dim: int) -> list[Site]:
     """The sites, named and paired with those of the model by running both. Needs the GPU."""
-    import torch
-
     bench, subject = Bench(stage, head_dim), mutation.stage_subject(stage, head_dim)
     model = mutation.sites_of(subject)
     reached: dict[int, dict[str, None]] = {}
-    twins: dict[int, set[tuple[str, str]]] = {}
+    twins: dict[int, set[tuple[str, str, str]]] = {}
     for name, problem in bench.problems.items():
         run = stage.simulate(
             *(x.cpu() for x in (problem.q, problem.k, problem.v)),
@@ -209,19 +237,33 @@ def named_sites(stage: Stage, head_dim: int) -> list[Site]:
             if errors or not compared.exact:
                 raise Unsound(f"{name}: {(*errors, *compared.differences)[0]}")
             for step in steps(log, bench.plan):
+                if step.verb == "bar.wait":
+                    continue
                 reached.setdefault(step.line, {})[site_name(step)] = None
             for line, places in compared.lines.items():
                 twins.setdefault(line, set()).update(places)
-    device = torch.device("cuda", torch.cuda.current_device())
-    dtype = stage.config.ENVELOPE.dtypes[0]
     return [
         replace(
             site,
             name=", ".join(reached.get(site.line, ())),
-            twins=tuple(row for row in model if (row.role, row.line) in twins.get(site.line, ())),
+            twins=tuple(row for row in model if _is_twin(row, twins.get(site.line, ()))),
         )
-        for site in sites(hopper_kernel(stage, dtype, head_dim, device, log=True).ptx)
+        for site in sites(logged_ptx(stage, head_dim))
     ]
+
+
+def logged_ptx(stage: Stage, head_dim: int) -> str:
+    """The sm_100a PTX of the kernel that is mutated. Needs the GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtype = stage.config.ENVELOPE.dtypes[0]
+    return hopper_kernel(stage, dtype, head_dim, device, log=True).ptx
+
+
+def _is_twin(site: mutation.Site, twins: Iterable[tuple[str, str, str]]) -> bool:
+    return any(
+        (site.role, site.line) == (role, line) and site.barrier in ("", what)
+        for role, line, what in twins
+    )
 
 
 def site_name(step: Step) -> str:

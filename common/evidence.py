@@ -54,6 +54,7 @@ MUTATION_FIELDS = {  # `device_mutation.Report.counts`
     "result": int,
     "error": int,
     "log": int,
+    "lint": int,
     "timing": int,
     "log_only": int,
     "redundant": int,

@@ -204,9 +204,12 @@ class _Replay:
             self._count(barrier, phase, arrivals)
 
     def _bar_arrive(self, step: Step) -> None:
+        """Each phase of a named barrier may be for another number of threads."""
         phase = self.phases.setdefault(step.what, Phase(step.numbers[0]))
+        if phase.pending == phase.count:
+            phase.count = phase.pending = step.numbers[0]
         self.order.arrive(step.agent, step.what, *self.at)
-        self._count(step.what, phase, THREADS_PER_WARP)
+        self._count(step.what, phase, step.lanes.bit_count())
 
     def _bar_wait(self, step: Step) -> None:
         self.order.wait(step.agent, step.what, *self.at)
@@ -265,6 +268,8 @@ class _Replay:
     def _allocation(self, step: Step) -> None:
         sign = 1 if step.verb == "alloc" else -1
         self.columns[step.rank] = self.columns.get(step.rank, 0) + sign * step.numbers[1]
+        if step.facts.get("pair") and step.verb == "alloc":  # both CTAs take part, as at a barrier
+            step.reads = ()
         self._touch(step.agent, step)
 
     def _tmem(self, step: Step) -> None:

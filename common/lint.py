@@ -14,14 +14,17 @@ believed. Rules: PTX ISA, "tcgen05 memory consistency model" and "async proxy".
 import re
 from dataclasses import dataclass
 
-from .ptx import Program, Statement, Values, read
+from .ptx import Program, Statement, Values, read, registers, results
 
 RULES = {
     "tmem-load-wait": "tcgen05.ld not followed by tcgen05.wait::ld before the next release",
+    "tmem-load-use": "a register of tcgen05.ld used before tcgen05.wait::ld",
     "tmem-store-wait": "tcgen05.st not followed by tcgen05.wait::st before the next release",
     "tmem-fence-before": "TMEM handed over without tcgen05.fence::before_thread_sync",
     "tmem-fence-after": "TMEM taken over without tcgen05.fence::after_thread_sync",
     "proxy-fence": "shared memory written by threads, handed to MMA or bulk copy unfenced",
+    "mbarrier-init": "mbarrier.init not followed by fence.mbarrier_init before the next signal",
+    "bulk-wait": "a bulk copy out of shared memory not waited for before the thread ends",
     "tmem-alloc": "tcgen05.alloc without dealloc or relinquish, or of an impossible size",
 }
 
@@ -80,6 +83,8 @@ class _Scan:
         """Drop what is open: the next statement is not reached from the previous one."""
         self._settle()
         self.loads = self.stores = self.unfenced = self.tile = self.taken = None
+        self.inits = self.bulk = None
+        self.loading: dict[str, Statement] = {}  # registers that a load may still be writing
 
     def run(self) -> list[Finding]:
         for statement in self.statements:
@@ -143,6 +148,8 @@ class _Scan:
 
     def _step(self, statement: Statement):
         opcode = statement.opcode
+        self._use(statement)
+        self._mbarriers_and_bulk(statement)
         if opcode.startswith("tcgen05."):
             self._tensor_memory(statement)
         elif _ARRIVE.match(opcode) or _CTA_SIGNAL.match(opcode):
@@ -158,6 +165,49 @@ class _Scan:
         elif self._leaves(statement):
             self.forget()
 
+    def _use(self, statement: Statement):
+        """Report the first use of a register that a load has not certainly written yet.
+
+        A `mov` only gives it another name: the DSL's PTX has those between a load and its wait.
+        """
+        if not self.loading or statement.opcode.startswith("tcgen05.wait::ld"):
+            return
+        written = results(statement)
+        for operand in statement.operands:
+            for name in registers(operand):
+                load = self.loading.get(self.program.resolve(name, statement.block))
+                if load and name not in written and statement.opcode.startswith("mov."):
+                    keys = [self.program.resolve(key, statement.block) for key in written]
+                    self.loading |= dict.fromkeys(keys, load)
+                elif load and name not in written:
+                    self._report(
+                        "tmem-load-use",
+                        statement,
+                        f"{name} of the tcgen05.ld of line {load.line} is used here without"
+                        " tcgen05.wait::ld",
+                    )
+                    kept = self.loading.items()
+                    self.loading = {key: other for key, other in kept if other is not load}
+
+    def _mbarriers_and_bulk(self, statement: Statement):
+        opcode = statement.opcode
+        if opcode.startswith("mbarrier.init"):
+            self.inits = statement
+        elif opcode.startswith("fence.mbarrier_init") or _PROXY_FENCE.match(opcode):
+            self.inits = None
+        elif self.inits and (_CTA_SIGNAL.match(opcode) or _ARRIVE.match(opcode)):
+            message = f"the mbarrier.init of line {self.inits.line} is published here without fence"
+            self._report("mbarrier-init", statement, message)
+            self.inits = None
+        if _BULK_FROM_SHARED.match(opcode) and "global" in opcode:
+            self.bulk = statement
+        elif opcode.startswith("cp.async.bulk.wait_group"):
+            self.bulk = None
+        elif self.bulk and opcode.split(".")[0] in ("ret", "exit"):
+            message = f"ends with the bulk copy of line {self.bulk.line} not waited for"
+            self._report("bulk-wait", statement, message)
+            self.bulk = None
+
     def _tensor_memory(self, statement: Statement):
         kind = re.match(r"tcgen05\.([a-z]+)(?:::(\w+))?", statement.opcode)
         if kind[1] in ("ld", "st", "mma", "cp"):
@@ -172,11 +222,15 @@ class _Scan:
             if kind[1] in ("ld", "st"):
                 self.unfenced = statement
                 self.loads = statement if kind[1] == "ld" else self.loads
+                if kind[1] == "ld":
+                    keys = [self.program.resolve(n, statement.block) for n in results(statement)]
+                    self.loading |= dict.fromkeys(keys, statement)
                 self.stores = statement if kind[1] == "st" else self.stores
             else:
                 self._read_shared(statement)
         elif kind[1] == "wait":
             self.loads = None if kind[2] == "ld" else self.loads
+            self.loading = {} if kind[2] == "ld" else self.loading
             self.stores = None if kind[2] == "st" else self.stores
         elif kind[2] == "before_thread_sync":
             self._waited(statement)

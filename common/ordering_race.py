@@ -16,6 +16,7 @@ from .ordering_clock import Strand, Thread, Views
 Intervals = tuple[tuple[int, int], ...]
 QUARTERS = 4  # lane quarters of a tensor memory column
 SMEM_CELL = 4  # bytes
+SHOWN = 4  # places in a message
 KEPT = 16  # unordered readers of one thread and kind that a cell remembers
 DOES = {"read": "reads", "write": "writes", "add": "adds to"}
 FIRST = -(1 << 62)  # before any cell
@@ -201,16 +202,28 @@ def overlap(a: Intervals, b: Intervals) -> Intervals:
 
 
 def place(memory: str, intervals: Intervals) -> str:
-    """Intervals in the units that people think in."""
-    parts = []
-    for start, stop in intervals:
+    """Intervals in the units that people think in, the first few of many."""
+    parts = _lane_quarters(intervals) if memory.startswith("tmem") else []
+    for start, stop in () if parts else intervals:
         if memory.startswith("tmem"):
             parts.append(_columns(start, stop))
         elif memory.startswith("smem"):
             parts.append(f"bytes {start * SMEM_CELL}-{stop * SMEM_CELL - 1}")
         else:
             parts.append(f"cells {start}-{stop - 1}" if stop - start > 1 else f"cell {start}")
+    if len(parts) > SHOWN:
+        parts[SHOWN:] = [f"and {len(parts) - SHOWN} more"]
     return f"{memory} {', '.join(parts)}"
+
+
+def _lane_quarters(intervals: Intervals) -> list[str]:
+    """Neighbouring columns of one lane quarter as one part; empty when it is something else."""
+    quarters = {start % QUARTERS for start, stop in intervals if stop == start + 1}
+    columns = [start // QUARTERS for start, _ in intervals]
+    whole = columns == list(range(columns[0], columns[0] + len(columns)))
+    if len(quarters) != 1 or len(columns) < 2 or any(b != a + 1 for a, b in intervals) or not whole:
+        return []
+    return [f"columns {columns[0]}-{columns[-1]} (lane quarter {quarters.pop()})"]
 
 
 def _columns(start: int, stop: int) -> str:

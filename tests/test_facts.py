@@ -161,7 +161,8 @@ COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 
 BULK = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd1, {%r1, %r2}], [smem];"
 MMA_WARP = [WAIT_P, AFTER, MMA, COMMIT, "bra $end;"]
 SOFTMAX = [WAIT_S, AFTER, LOAD, WAIT_LD, STORE, WAIT_ST, TILE, PROXY, BEFORE, ARRIVE_P]
-EPILOGUE = [TILE, PROXY, "bar.sync 1, 128;", BULK]
+GROUP, WAIT_GROUP = "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group.read 0;"
+EPILOGUE = [TILE, PROXY, "bar.sync 1, 128;", BULK, GROUP, WAIT_GROUP]
 
 
 def rules(lines):
@@ -180,15 +181,15 @@ def test_good_code_has_no_findings():
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
-        (WAIT_LD, "tmem-load-wait"),
-        (WAIT_ST, "tmem-store-wait"),
-        (BEFORE, "tmem-fence-before"),
-        (AFTER, "tmem-fence-after"),
-        (PROXY, "proxy-fence"),
+        (WAIT_LD, ["tmem-load-use", "tmem-load-wait"]),
+        (WAIT_ST, ["tmem-store-wait"]),
+        (BEFORE, ["tmem-fence-before"]),
+        (AFTER, ["tmem-fence-after"]),
+        (PROXY, ["proxy-fence"]),
     ],
 )
 def test_softmax_lints_fire(line, rule):
-    assert rules([*MMA_WARP, *without(SOFTMAX, line)]) == [rule]
+    assert rules([*MMA_WARP, *without(SOFTMAX, line)]) == rule
 
 
 def test_other_lints_fire():
@@ -196,8 +197,25 @@ def test_other_lints_fire():
     assert rules(without(EPILOGUE, PROXY)) == ["proxy-fence"]
     too_late = [TILE, ARRIVE_P, PROXY]
     assert rules([*MMA_WARP, *too_late]) == ["proxy-fence"]
-    global_only = [TILE, "fence.proxy.async.global;", "bar.sync 1, 128;", BULK]
+    global_only = [TILE, "fence.proxy.async.global;", "bar.sync 1, 128;", BULK, GROUP, WAIT_GROUP]
     assert rules(global_only) == ["proxy-fence"]
+    assert rules(without(EPILOGUE, WAIT_GROUP)) == ["bulk-wait"]
+
+
+def test_a_register_is_used_before_its_load_is_waited_for():
+    copied = "mov.b64 %rd5, {%r5, %r6};"
+    add = "add.f32 %f1, %f2, %f3; mov.b64 {%f3, %f4}, %rd5; add.f32 %f1, %f3, %f4;"
+    assert rules([LOAD, copied, WAIT_LD, add]) == []
+    assert rules([LOAD, copied, add, WAIT_LD]) == ["tmem-load-use"]
+    assert rules([LOAD, "st.global.v2.b32 [%rd1], {%r5, %r6};", WAIT_LD]) == ["tmem-load-use"]
+    assert rules([LOAD, "add.s32 %r7, %r8, 1;", WAIT_LD]) == []
+
+
+def test_barriers_are_published_behind_a_fence():
+    init, fence = "mbarrier.init.shared.b64 [barriers], 1;", "fence.mbarrier_init.release.cluster;"
+    assert rules([init, fence, "bar.sync 0, 128;"]) == []
+    assert rules([init, PROXY, "bar.sync 0, 128;"]) == []
+    assert rules([init, "bar.sync 0, 128;", fence]) == ["mbarrier-init"]
 
 
 def test_lints_stay_silent_on_what_is_allowed():

@@ -18,6 +18,7 @@ from .engine import LOG_HEADER, LOG_UNIT
 NO_WORD = 0xFFFF  # of a lane that took no part
 WORD = 4  # bytes; shared memory is counted in these
 RELAXED, CLUSTER, GPU, READ_ONLY = 1, 2, 4, 8  # flags
+TMEM_A, PAIR = 1, 2  # flags of tcgen05 operations: A in tensor memory, cta_group::2
 OFFSET = 0xFFFFFF  # of a shared::cluster address; the CTA's rank stands above
 ALONE = 0xFFFFFFFF  # mask of a commit that is no multicast
 

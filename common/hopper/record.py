@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ..ptx import Statement
 from .emit import Scope, address, vector
-from .log import CLUSTER, FENCES, GPU, READ_ONLY, RELAXED, Kind
+from .log import CLUSTER, FENCES, GPU, PAIR, READ_ONLY, RELAXED, TMEM_A, Kind
 from .rewrite import Context, refuse
 
 Emit = Callable[[Scope, Statement, Context], None]
@@ -282,13 +282,17 @@ def _transfer(scope: Scope, statement: Statement, context: Context) -> None:
 def _alloc(scope: Scope, statement: Statement, context: Context) -> None:
     found = scope.register("b32")
     scope.add(f"ld.shared.b32 {found}, {statement.operands[0]};")
-    place = _place(scope, statement.operands[0])
-    _log_words(scope, statement, Kind.ALLOC, found, statement.operands[1], place)
+    place, flags = _place(scope, statement.operands[0]), _pair(statement)
+    _log_words(scope, statement, Kind.ALLOC, found, statement.operands[1], place, flags=flags)
 
 
 @logged(r"tcgen05\.dealloc\..*")
 def _dealloc(scope: Scope, statement: Statement, context: Context) -> None:
-    _log_words(scope, statement, Kind.DEALLOC, *statement.operands)
+    _log_words(scope, statement, Kind.DEALLOC, *statement.operands, flags=_pair(statement))
+
+
+def _pair(statement: Statement) -> int:
+    return PAIR if "cta_group::2" in statement.opcode else 0
 
 
 @logged(r"tcgen05\.mma\..*")
@@ -298,8 +302,7 @@ def _mma(scope: Scope, statement: Statement, context: Context) -> None:
         rest.pop(0)
     first, in_tmem = scope.register("b64"), a.startswith("[")
     scope.add(f"cvt.u64.u32 {first}, {_place(scope, a)};" if in_tmem else f"mov.b64 {first}, {a};")
-    group = int(statement.opcode.partition("cta_group::")[2][0])
-    flags = in_tmem | (group == 2) << 1
+    flags = _pair(statement) | (TMEM_A if in_tmem else 0)
     scope.call(
         "fl_log_mma",
         ("b64", "%fl_log"),

@@ -18,7 +18,20 @@ from .layouts import (
     decode_smem_descriptor,
     element_address,
 )
-from .log import ALONE, CLUSTER, FENCES, OFFSET, READ_ONLY, RELAXED, WORD, Event, Kind, Log
+from .log import (
+    ALONE,
+    CLUSTER,
+    FENCES,
+    OFFSET,
+    PAIR,
+    READ_ONLY,
+    RELAXED,
+    TMEM_A,
+    WORD,
+    Event,
+    Kind,
+    Log,
+)
 
 CHUNK = 16  # bytes that lie together whatever the layout
 MMA_K = 16  # depth of one instruction
@@ -205,6 +218,7 @@ class _Reader:
     def _allocate(self, step: Step, event: Event) -> None:
         first, columns, address = event.words[:3]
         step.verb = "alloc" if event.kind == Kind.ALLOC else "dealloc"
+        step.facts = {"pair": bool(event.flags & PAIR)}
         step.numbers = (first, columns)
         cells = ((first * QUARTERS, (first + columns) * QUARTERS),)
         memory = f"tmem{self._suffix(event.rank)}"
@@ -215,7 +229,7 @@ class _Reader:
             step.writes = ((f"smem{self._suffix(event.rank)}", span(address & OFFSET, 4)),)
 
     def _mma(self, step: Step, event: Event) -> None:
-        in_tmem, pair = event.flags & 1, event.flags >> 1 & 1
+        in_tmem, pair = event.flags & TMEM_A, bool(event.flags & PAIR)
         instruction = decode_instruction_descriptor(event.words[5], 2 if pair else 1)
         d, depth = event.words[0] & 0xFFFF, MMA_K * len(step.records)
         halves = pair and instruction.m == 128

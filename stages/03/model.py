@@ -27,6 +27,9 @@ REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "SOFTMAX? fence_before in softmax #2": "after wait_ld only dealloc, synchronous, follows",
     "MMA fence_after in mma": "only dealloc follows, which is synchronous",
 }
+REDUNDANT_COMPILED = {  # the same where one verb became several instructions (device_mutation)
+    "EPILOGUE bulk_wait": "the wait after the second tile covers the first",
+}
 
 
 def run(q, k, v, softmax_scale: float, machine: Machine, max_ctas: int | None = None) -> Run:

@@ -156,8 +156,8 @@ def store_accumulator(tXtX: cute.Tensor, tXgX: cute.Tensor, tidx, op: cutlass.Co
     rX = cute.make_rmem_tensor(tXgX_t2r[None, 0].shape, Float32)  # (T2R)
     for part in cutlass.range_constexpr(cute.size(tXgX_t2r, mode=[1])):
         cute.copy(copy, tXtX_t2r[None, part], rX)
+        cute.arch.fence_view_async_tmem_load()
         cute.autovec_copy(rX, tXgX_t2r[None, part])
-    cute.arch.fence_view_async_tmem_load()
 
 
 def matrix(dtype, major: str):
