@@ -433,12 +433,15 @@ def _mutate_device(stage: Stage, head_dim: int | None, progress, out: pathlib.Pa
     from .ptx import ptx_hash
 
     head_dim = head_dim or stage.config.ENVELOPE.head_dims[-1]
+    dtype = stage.config.ENVELOPE.dtypes[0]
+    key = CompileKey(stage.number, "sm_100a", dtype, head_dim).name
+    kernel = compile_stage(stage, arch="sm_100a", dtype=dtype, head_dim=head_dim) if out else None
+    if out:  # before minutes are spent
+        evidence.rewritten_run(evidence.read(out, stage), ptx_hash(kernel.ptx), out)
     report = device_mutation.mutate(stage, head_dim, progress)
     if out:
-        dtype = stage.config.ENVELOPE.dtypes[0]
-        kernel = compile_stage(stage, arch="sm_100a", dtype=dtype, head_dim=head_dim)
         row = {
-            "kernel": CompileKey(stage.number, "sm_100a", dtype, head_dim).name,
+            "kernel": key,
             "ptx_sha256": ptx_hash(kernel.ptx),
             "date": datetime.date.today().isoformat(),
             "command": f"flash-ladder mutate {stage.number} --device --head-dim {head_dim}",

@@ -33,7 +33,7 @@ from .ptx import read
 from .stage import Stage
 
 KINDS = ("result", "error", "log", "lint")
-WORKERS = 8  # processes that share the GPU
+WORKERS = 10  # processes that share the GPU
 
 
 @dataclass(frozen=True)

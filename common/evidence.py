@@ -153,21 +153,29 @@ def unlogged(stage: Stage, run: dict[str, Any]) -> list[str]:
     ]
 
 
-def add_mutation(path: pathlib.Path, stage: Stage, row: dict[str, Any]) -> None:
-    """Add the counts of a mutation to the newest rewritten run of an evidence file.
+def rewritten_run(
+    runs: list[dict[str, Any]], ptx_sha256: str, path: pathlib.Path
+) -> dict[str, Any]:
+    """The newest rewritten run of a kernel among the runs of the file at `path`.
 
-    row: kernel (its key), ptx_sha256, date, command, counts, seconds. Raises EvidenceError when no
-    run there is of that PTX.
+    Raises EvidenceError when there is none.
     """
-    runs = _read(path, stage) if path.is_file() else []
     for run in reversed(runs):
         hashes = [kernel["ptx_sha256"] for kernel in run["kernels"]]
-        if run["mode"] == "rewritten" and row["ptx_sha256"] in hashes:
-            kept = [old for old in run.get("mutation", []) if old["kernel"] != row["kernel"]]
-            run["mutation"] = [*kept, row]
-            break
-    else:
-        raise EvidenceError(f"{path}: no rewritten run of this kernel; run `verify` first")
+        if run["mode"] == "rewritten" and ptx_sha256 in hashes:
+            return run
+    raise EvidenceError(f"{path}: no rewritten run of this kernel; run `verify` first")
+
+
+def add_mutation(path: pathlib.Path, stage: Stage, row: dict[str, Any]) -> None:
+    """Add the counts of a mutation to the rewritten run of its kernel in an evidence file.
+
+    row: kernel (its key), ptx_sha256, date, command, counts, seconds. Raises EvidenceError.
+    """
+    runs = read(path, stage)
+    run = rewritten_run(runs, row["ptx_sha256"], path)
+    kept = [old for old in run.get("mutation", []) if old["kernel"] != row["kernel"]]
+    run["mutation"] = [*kept, row]
     evidence = {"schema": SCHEMA, "stage": stage.number, "runs": runs}
     validate(evidence, stage)
     path.write_text(json.dumps(evidence, indent=1) + "\n")
@@ -179,7 +187,7 @@ def add(path: pathlib.Path, stage: Stage, run: dict[str, Any]) -> dict[str, Any]
     Returns the evidence written. Raises EvidenceError, and leaves the file as it is, when the run
     or what the file holds breaks the schema.
     """
-    old = _read(path, stage) if path.is_file() else []
+    old = read(path, stage)
     validate({"schema": SCHEMA, "stage": stage.number, "runs": [run]}, stage)
     mark = ("gpu", "target", "mode")
     kept = [row for row in old if any(row[name] != run[name] for name in mark)]
@@ -188,8 +196,10 @@ def add(path: pathlib.Path, stage: Stage, run: dict[str, Any]) -> dict[str, Any]
     return evidence
 
 
-def _read(path: pathlib.Path, stage: Stage) -> list[dict[str, Any]]:
-    """The runs of an evidence file."""
+def read(path: pathlib.Path, stage: Stage) -> list[dict[str, Any]]:
+    """The runs of an evidence file, none when there is no file. Raises EvidenceError."""
+    if not path.is_file():
+        return []
     try:
         evidence = json.loads(path.read_text())
         validate(evidence, stage)

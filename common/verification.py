@@ -113,7 +113,8 @@ def _check_logs(stage: Stage, failures: list[str], console: Console) -> dict[str
         )
         found[key] = {"clean": shown is not None, "conforms": shown is not None}
         if shown:
-            found[key] |= asdict(shown)
+            pairs_of_mmas = [list(pair) for pair in shown.a1_edges]
+            found[key] |= asdict(shown) | {"a1_edges": pairs_of_mmas}
     return found
 
 
