@@ -19,6 +19,7 @@ NO_WORD = 0xFFFF  # of a lane that took no part
 WORD = 4  # bytes; shared memory is counted in these
 RELAXED, CLUSTER, GPU, READ_ONLY = 1, 2, 4, 8  # flags
 TMEM_A, PAIR = 1, 2  # flags of tcgen05 operations: A in tensor memory, cta_group::2
+WINDOW = 256  # records of a warp by which its lanes may come apart
 OFFSET = 0xFFFFFF  # of a shared::cluster address; the CTA's rank stands above
 ALONE = 0xFFFFFFFF  # mask of a commit that is no multicast
 
@@ -150,25 +151,91 @@ def _events(body: np.ndarray) -> Iterator[Event]:
         at += units
 
 
-def _merged(events: Iterator[Event]) -> Iterator[Event]:
-    """A warp whose lanes came one after the other left several records: they become the last.
+def _merged(events: Iterator[Event]) -> list[Event]:
+    """One event for each statement that a warp executed, also where its lanes came apart.
 
-    They are one when nothing else of the warp lies between and no lane takes part twice.
+    Lanes that come apart leave a record each, with those of other statements between. The n-th time
+    that a lane executes a statement belongs to the n-th time of the other lanes, unless the lanes'
+    own orders contradict. An event stands where its first record did, or behind what one of its
+    lanes had done before.
     """
-    held: dict[tuple[int, int], tuple[int, Event]] = {}  # the newest of each warp, with its place
-    placed: dict[int, Event] = {}
+    warps: dict[tuple[int, int], _Warp] = {}
     for place, event in enumerate(events):
-        warp = event.rank, event.warp
-        before = held.get(warp)
-        if before and _same_statement(before[1], event):
-            del placed[before[0]]
-            cells = tuple(sorted({*before[1].cells, *event.cells}))
-            event = replace(event, lanes=before[1].lanes | event.lanes, cells=cells)
-        held[warp] = place, event
-        placed[place] = event
-    yield from placed.values()
+        warps.setdefault((event.rank, event.warp), _Warp()).add(place, event)
+    placed = [row for warp in warps.values() for row in warp.placed()]
+    return [event for _, _, event in sorted(placed, key=lambda row: row[:2])]
 
 
-def _same_statement(a: Event, b: Event) -> bool:
-    alike = (a.kind, a.flags, a.line, a.words) == (b.kind, b.flags, b.line, b.words)
-    return alike and not a.lanes & b.lanes
+@dataclass(eq=False)
+class _Step:
+    """An event under construction. before: what its lanes did just before."""
+
+    number: int
+    place: int
+    event: Event
+    before: set[_Step]
+
+    def follows(self, other: _Step) -> bool:
+        """Whether some lane did `other` before this; looks a window back."""
+        seen, waiting = {self}, [self]
+        while waiting:
+            step = waiting.pop()
+            if step is other:
+                return True
+            fresh = {x for x in step.before if x.number > other.number - WINDOW} - seen
+            seen |= fresh
+            waiting += fresh
+        return False
+
+
+class _Warp:
+    """The steps of one warp so far. Lanes are masks: there are few different ones."""
+
+    def __init__(self):
+        self.steps: list[_Step] = []
+        self.last: list[tuple[int, _Step]] = []  # lanes, and what they did last
+        self.times: dict[tuple, dict[int, int]] = {}  # of a statement, by lanes
+        self.newest: dict[tuple, _Step] = {}  # by statement and time
+
+    def add(self, place: int, event: Event) -> None:
+        """Make a step of a record, or join it to the one that other lanes have made."""
+        lanes, statement = event.lanes, (event.kind, event.flags, event.line, event.words)
+        times = self.times.setdefault(statement, {})
+        lowest = lanes & -lanes
+        turn = sum(count for mask, count in times.items() if mask & lowest)
+        times[lanes] = times.get(lanes, 0) + 1
+        before = {step for mask, step in self.last if mask & lanes}
+        step = self.newest.get((statement, turn))
+        if step is None or step.event.lanes & lanes or any(x.follows(step) for x in before):
+            step = _Step(len(self.steps), place, event, set())
+            self.steps.append(step)
+            self.newest[statement, turn] = step
+        else:
+            cells = tuple(sorted({*step.event.cells, *event.cells}))
+            step.event = replace(step.event, lanes=step.event.lanes | lanes, cells=cells)
+        step.before |= before
+        rest = [(mask & ~lanes, other) for mask, other in self.last if mask & ~lanes]
+        self.last = [*rest, (lanes, step)]
+
+    def placed(self) -> Iterator[tuple[int, int, Event]]:
+        """(place in the log, place among equals, event) of each step, behind what it follows."""
+        places: dict[_Step, int] = {}
+        for index, step in enumerate(self._in_order()):
+            places[step] = max([step.place, *(places[x] for x in step.before)])
+            yield places[step], index, step.event
+
+    def _in_order(self) -> Iterator[_Step]:
+        """The steps, each behind those before it."""
+        done: set[_Step] = set()
+        for first in self.steps:
+            waiting = [first]
+            while waiting:
+                step = waiting[-1]
+                missing = [x for x in step.before if x not in done]
+                if step in done or not missing:
+                    waiting.pop()
+                    if step not in done:
+                        done.add(step)
+                        yield step
+                else:
+                    waiting += missing
