@@ -420,7 +420,7 @@ NOT_IN_THE_LOG = {  # beyond waits for loads of tensor memory, and what model.py
     2: {},
     3: {},
     4: {
-        "CORRECTION wait stats_full0": "the first tile needs no rescaling: it reads nothing, but hangs",
+        "CORRECTION wait stats_full0": "the first tile reads nothing; a run hangs",
         "CORRECTION wait stats_full1": "as stats_full0",
     },
 }
