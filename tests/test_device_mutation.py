@@ -5,6 +5,7 @@ import importlib
 import json
 import pathlib
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from flash_ladder.common.device_mutation import (
     without,
 )
 from flash_ladder.common.device_worker import Bench, Outcome
-from flash_ladder.common.hopper.log import Kind
+from flash_ladder.common.hopper.log import FENCES, Kind
 from flash_ladder.common.hopper.steps import steps
 from flash_ladder.common.mutation import Unsound
 from flash_ladder.common.ptx import ptx_hash
@@ -296,6 +297,10 @@ def test_an_unsound_kernel_is_not_mutated(executed):
     wait = next(s.line for s in steps(log, plan_of("04-least")) if s.op == "wait s_full0")
     with pytest.raises(Unsound, match=r"least keys: .* and nothing makes sure that mma S0 "):
         named_sites(executed(4, without_line(log, wait)), 128)
+    made_known = FENCES.index("mbarrier_init")  # the model has no such fence
+    events = [e for e in log.events if e.kind != Kind.FENCE or e.words[0] != made_known]
+    with pytest.raises(Unsound, match=r"least keys: .* no fence\.mbarrier_init "):
+        named_sites(executed(4, replace(log, events=tuple(events))), 128)
     fence = next(row.line for row in log.events if row.kind == Kind.FENCE and not row.words[0])
     with pytest.raises(
         Unsound, match=r"least keys: \w+(\.\d)?: the kernel and the model part here"

@@ -768,3 +768,25 @@ def test_a_copy_to_the_peer_is_waited_for_there():
     tail = [wait(0, barrier=PEER | BARRIER, rank=1), AT_PEER]
     assert texts(made(START_PAIR, there, peer_copy, tail, ctas=2)) == []
     assert only(made(START_PAIR, there, peer_copy, AT_PEER, ctas=2))
+
+
+def test_a_commit_without_multicast_is_for_its_own_cta():
+    (row,) = steps(made(commit(0, PEER | BARRIER, rank=1), ctas=2))
+    assert row.targets == ((f"mbarrier {BARRIER:#x}@1", 1),)
+
+
+def test_a_pair_allocates_together():
+    """The peer's columns are there once the leader goes on, whenever its own record comes."""
+
+    def log(flags):
+        allocs = [
+            event(Kind.ALLOC, 0, 128, SMEM + 64, warp=0, rank=rank, flags=flags) for rank in (0, 1)
+        ]
+        frees = [event(Kind.DEALLOC, 0, 128, warp=0, rank=rank, flags=flags) for rank in (0, 1)]
+        product = [mma(m=256, flags=PAIR), commit(mask=0b11)]
+        waits = [wait(0, barrier=rank << 24 | BARRIER, rank=rank) for rank in (0, 1)]
+        after = [fence(0, "tcgen05.after", rank=rank) for rank in (0, 1)]
+        return made(START_PAIR, allocs[0], product, allocs[1], waits, after, frees, ctas=2)
+
+    assert texts(log(PAIR)) == []
+    assert "tmem@1" in only(log(0))
