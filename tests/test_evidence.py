@@ -11,7 +11,14 @@ import pytest
 from flash_ladder import load
 from flash_ladder.common import evidence
 from flash_ladder.common.compile import compile_stage, versions
-from flash_ladder.common.evidence import EvidenceError, add, stale, validate
+from flash_ladder.common.evidence import (
+    EvidenceError,
+    add,
+    add_mutation,
+    stale,
+    unlogged,
+    validate,
+)
 from flash_ladder.common.ptx import ptx_hash
 
 RUN = {
@@ -37,6 +44,23 @@ RUN = {
     ],
     "tests": {"passed": 20, "failed": 0, "skipped": 0},
     "notes": "",
+}
+LOG = {
+    "clean": True,
+    "conforms": True,
+    "ctas": 2,
+    "events": 1000,
+    "bytes": 40000,
+    "acts": 700,
+    "a1_edges": [["mma O0", "mma S0"]],
+}
+MUTATION = {
+    "kernel": "01-sm_90a-float16-d64",
+    "ptx_sha256": "0" * 64,
+    "date": "2026-02-01",
+    "command": "flash-ladder mutate 1 --device",
+    "counts": dict.fromkeys(evidence.MUTATION_FIELDS, 0) | {"sites": 9, "log": 9},
+    "seconds": 60.5,
 }
 STALE = """
 import json, sys, conftest
@@ -121,6 +145,39 @@ def test_the_evidence_of_every_stage_follows_the_schema(stage):
         validate(stage.evidence, stage)
 
 
+def test_rows_of_logs_and_mutations_follow_the_schema(stage):
+    validate(_evidence(_run(kernel={"log": LOG}, mutation=[MUTATION])), stage)
+    validate(_evidence(_run(kernel={"log": {"clean": False, "why": "a race"}})), stage)
+    validate(_evidence(_run(mutation=[])), stage)
+
+
+@pytest.mark.parametrize("field", [f for f in evidence.LOG_FIELDS if f != "clean"])
+def test_every_field_of_a_clean_log_is_needed(stage, field):
+    log = {name: value for name, value in LOG.items() if name != field}
+    with pytest.raises(EvidenceError, match=f"run 0, log of 01-.*: {field} must be a .*; got None"):
+        validate(_evidence(_run(kernel={"log": log})), stage)
+    validate(_evidence(_run(kernel={"log": {**log, "clean": False}})), stage)
+
+
+@pytest.mark.parametrize("field", ["kernel", "date", "counts"])
+def test_every_field_of_a_mutation_is_needed(stage, field):
+    row = {name: value for name, value in MUTATION.items() if name != field}
+    with pytest.raises(EvidenceError, match=f"run 0, mutation: {field} must be a .*; got None"):
+        validate(_evidence(_run(mutation=[row])), stage)
+
+
+@pytest.mark.parametrize("field", evidence.MUTATION_FIELDS)
+def test_every_count_of_a_mutation_is_needed(stage, field):
+    counts = {name: value for name, value in MUTATION["counts"].items() if name != field}
+    with pytest.raises(EvidenceError, match=f"mutation of 01-.*: {field} must be a int; got None"):
+        validate(_evidence(_run(mutation=[{**MUTATION, "counts": counts}])), stage)
+
+
+def test_a_mutation_must_be_an_object(stage):
+    with pytest.raises(EvidenceError, match="run 0, mutation must be an object; got a str"):
+        validate(_evidence(_run(mutation=["all of them"])), stage)
+
+
 # ---- adding runs ---------------------------------------------------------------------------
 
 
@@ -163,6 +220,100 @@ def test_a_file_that_is_no_evidence_of_the_stage_is_left_alone(stage, tmp_path, 
     with pytest.raises(EvidenceError, match=r"evidence\.json: "):
         add(path, stage, RUN)
     assert path.read_text() == text
+
+
+# ---- adding mutations ----------------------------------------------------------------------
+
+
+def _file(tmp_path, *runs: dict) -> pathlib.Path:
+    path = tmp_path / "evidence.json"
+    path.write_text(json.dumps(_evidence(*runs)))
+    return path
+
+
+def test_a_mutation_goes_to_the_newest_rewritten_run_of_its_ptx(stage, tmp_path):
+    rewritten = _run(mode="rewritten")
+    other = _run(kernel={"ptx_sha256": "1" * 64}, mode="rewritten")
+    path = _file(tmp_path, rewritten, _run(mode="rewritten", gpu="newest"), other, RUN)
+    assert add_mutation(path, stage, MUTATION) is None
+    runs = json.loads(path.read_text())["runs"]
+    assert [run.get("mutation") for run in runs] == [None, [MUTATION], None, None]
+    assert [{k: v for k, v in run.items() if k != "mutation"} for run in runs] == [
+        rewritten,
+        _run(mode="rewritten", gpu="newest"),
+        other,
+        RUN,
+    ]
+    assert path.read_text().endswith("}\n")
+
+
+def test_a_mutation_replaces_one_of_the_same_kernel(stage, tmp_path):
+    path = _file(tmp_path, _run(mode="rewritten"))
+    later, other = {**MUTATION, "date": "2026-02-02"}, {**MUTATION, "kernel": "another"}
+    for row in (MUTATION, other, later):
+        add_mutation(path, stage, row)
+    assert json.loads(path.read_text())["runs"][0]["mutation"] == [other, later]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [RUN, _run(mode="rewritten", kernel={"ptx_sha256": "1" * 64})],
+    ids=["native", "other code"],
+)
+def test_a_mutation_of_what_never_ran_is_refused(stage, tmp_path, run):
+    path = _file(tmp_path, run)
+    before = path.read_bytes()
+    with pytest.raises(EvidenceError, match="no rewritten run of this kernel; run `verify` first"):
+        add_mutation(path, stage, MUTATION)
+    assert path.read_bytes() == before
+    with pytest.raises(EvidenceError, match="run `verify` first"):
+        add_mutation(tmp_path / "none.json", stage, MUTATION)
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_a_mutation_without_a_count_is_not_written(stage, tmp_path):
+    path = _file(tmp_path, _run(mode="rewritten"))
+    before = path.read_bytes()
+    with pytest.raises(EvidenceError, match=r"mutation of 01-.*: sites must be a int; got None"):
+        add_mutation(path, stage, {**MUTATION, "counts": {}})
+    assert path.read_bytes() == before
+
+
+# ---- what a rewritten run must have --------------------------------------------------------
+
+
+def _logged(kernel=None, **changes) -> dict:
+    """A rewritten run with all that belongs to it; `kernel` changes its log."""
+    made = {"mode": "rewritten", "mutation": [MUTATION], **changes}
+    return _run(kernel={"log": {**LOG, **(kernel or {})}}, **made)
+
+
+def test_a_rewritten_run_of_a_stage_with_tensor_memory_has_logs_and_mutants(stage):
+    assert unlogged(load(4), _logged()) == []
+    bare = _run(mode="rewritten")
+    assert unlogged(load(4), bare) == [
+        "01-sm_90a-float16-d64 has no clean log that conforms to the model",
+        "its kernel was not mutated (`flash-ladder mutate N --device`)",
+    ]
+    assert unlogged(stage, bare) == unlogged(load(4), _run()) == []  # no tensor memory; native
+
+
+@pytest.mark.parametrize("field", ["clean", "conforms"])
+def test_a_log_must_be_clean_and_conform(field):
+    (reason,) = unlogged(load(4), _logged({field: False}))
+    assert reason == "01-sm_90a-float16-d64 has no clean log that conforms to the model"
+
+
+def test_every_kernel_has_its_log():
+    run = _logged()
+    run["kernels"] += [{**run["kernels"][0], "key": name, "log": {}} for name in ("a", "b")]
+    assert [reason.partition(" ")[0] for reason in unlogged(load(4), run)] == ["a", "b"]
+
+
+def test_mutants_that_survive_unexplained_are_no_evidence():
+    counts = {**MUTATION["counts"], "unexplained": 3}
+    run = _logged(mutation=[MUTATION, {**MUTATION, "kernel": "other", "counts": counts}])
+    assert unlogged(load(4), run) == ["3 mutants of other survived unexplained"]
 
 
 # ---- staleness -----------------------------------------------------------------------------
@@ -227,3 +378,14 @@ def test_a_changed_line_of_kernel_code_makes_evidence_stale(recorded, copy_sourc
     code = STALE.format(recorded=json.dumps(_evidence(recorded)))
     (reason,) = json.loads(run_python(code, folder))
     assert "01-sm_100a-float16-d64: the code that ran on Some GPU" in reason
+
+
+def test_a_rewritten_run_without_logs_is_stale(dsl, recorded):
+    stage, kernel = load(2), compile_stage(load(2), dtype="float16", head_dim=64)
+    recorded["kernels"][0] |= {"key": kernel.key.name, "ptx_sha256": ptx_hash(kernel.ptx)}
+    assert stale(stage, {"runs": [recorded]}) == [
+        f"{recorded['date']}: {kernel.key.name} has no clean log that conforms to the model",
+        f"{recorded['date']}: its kernel was not mutated (`flash-ladder mutate N --device`)",
+    ]
+    recorded["kernels"][0]["log"], recorded["mutation"] = LOG, [MUTATION]
+    assert stale(stage, {"runs": [recorded]}) == []

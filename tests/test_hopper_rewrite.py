@@ -7,11 +7,15 @@ import subprocess
 
 import pytest
 from flash_ladder.common.compile import compile_stage
-from flash_ladder.common.hopper import operations
+from flash_ladder.common.device_mutation import sites
+from flash_ladder.common.hopper import operations, record
+from flash_ladder.common.hopper.log import FENCES, Kind
 from flash_ladder.common.hopper.rewrite import HopperRewriteError, rewrite, rewriter_hash
 from flash_ladder.common.ptx import read
 from flash_ladder.common.sass import MissingTool, find_tool
 from flash_ladder.common.stage import Stage
+
+from tests.recorded_logs import STAGES, ptx_of
 
 HEAD = """.version 8.8
 .target sm_100a
@@ -43,11 +47,20 @@ ENGINE = {
     "fl_cluster_arrive": ("", "b64 b32 b32"),
     "fl_cluster_wait": ("", "b64 b32 b32"),
 }
+LOG_ENGINE = {
+    "fl_log_start": ("b64", "b32 b32"),
+    "fl_log_skip": ("b32", ""),
+    "fl_log": ("", "b64 b32 b32 b32"),
+    "fl_log_words": ("", "b64" + 7 * " b32"),
+    "fl_log_shared": ("", "b64" + 5 * " b32"),
+    "fl_log_mma": ("", "b64 b32 b32 b32 b32 b64 b64 b32"),
+    "fl_log_copy": ("", "b64 b32 b32 b32 b32 b64" + 6 * " b32"),
+}
 
 
-def declarations() -> str:
+def declarations(log: bool = False) -> str:
     lines = []
-    for name, (result, arguments) in ENGINE.items():
+    for name, (result, arguments) in (ENGINE | (LOG_ENGINE if log else {})).items():
         returned = f"(.param .{result} r) " if result else ""
         passed = ", ".join(f".param .{kind} a{i}" for i, kind in enumerate(arguments.split()))
         lines.append(f".extern .func {returned}{name} ({passed});")
@@ -406,3 +419,229 @@ def test_file_that_was_cut_off_names_the_open_brace():
     line = kernel()[: kernel().index("{")].count("\n") + 1
     with pytest.raises(ValueError, match=rf"line {line}: .*not closed"):
         rewrite(kernel().removesuffix(TAIL), declarations())
+
+
+# ---- with the log --------------------------------------------------------------------------
+
+NOT_LOGGED = ("wait for token", "try cancel", "try cancel for all", "is canceled", "first cta")
+LOGGED = {name: text for name, text in LOWERED.items() if name not in NOT_LOGGED}
+LOGGED |= {text: text for text in NATIVE}
+LINE = kernel().count("\n", 0, kernel().index("ret;")) + 1  # of the first statement of `kernel`
+SKIPS = re.compile(r"setp\.eq\.b32 (%\S+), %fl_skip, (\d+);\n@\1 bra (\$fl_out_\d+);")
+OPTIONAL = re.compile(
+    r"mbarrier\.(arrive|try_wait|test_wait)|bar(rier)?\.(?!warp)|fence\.|cp\.async\.bulk\.wait_group"
+    r"|tcgen05\.(wait|fence|commit)"
+)
+FENCES_LEFT_OUT = {
+    "fence.acq_rel.cluster;": "acq_rel",
+    "membar.gl;": "acq_rel",
+    "fence.proxy.async;": "proxy.async",
+    "fence.proxy.async.global;": "proxy.async.global",
+    "fence.mbarrier_init.release.cluster;": "mbarrier_init",
+    "tcgen05.fence::before_thread_sync;": "tcgen05.before",
+    "tcgen05.fence::after_thread_sync;": "tcgen05.after",
+    "tcgen05.wait::ld.sync.aligned;": "wait.ld",
+    "tcgen05.wait::st.sync.aligned;": "wait.st",
+}
+
+
+def logged(*statements: str) -> str:
+    """A kernel rewritten with the log, from its first statement on."""
+    text = rewrite(kernel(*statements), declarations(log=True), log=True)
+    return text[text.index("fl_alloc, (") :]
+
+
+def calls(text: str) -> list[tuple[str, list[str]]]:
+    """(function, arguments) of each call of the log, but for those of the allocation and exit."""
+    found = []
+    for block in re.findall(r"\{\n((?:\.param .*\n)+call .*)\n\}", text):
+        name = re.search(r"call (?:\(.*\), )?(\w+)", block)[1]
+        if name.startswith("fl_log"):
+            found.append((name, re.findall(r"\], (.*);$", block, re.M)))
+    assert found[0][1][1] == str(Kind.ALLOC) and found[-1][1][1] == str(Kind.EXIT)
+    return found[1:-1]
+
+
+def value(text: str, register: str) -> str:
+    """What a register was last set to."""
+    found = re.findall(rf"mov\.\w+ {re.escape(register)}, (.*);", text)
+    return value(text, found[-1]) if found else register
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_with_the_log_every_wait_arrival_and_fence_can_be_left_out(name, tmp_path):
+    text = logged(LOGGED[name])
+    statement = next(s for s in read(kernel(LOGGED[name])).statements if s.line == LINE)
+    optional = bool(OPTIONAL.match(statement.opcode))
+    skips = SKIPS.findall(text)
+    assert [int(line) for _, line, _ in skips] == [LINE] * optional
+    assert record.optional(statement) == optional
+    for _, _, label in skips:
+        assert text.count(f"\n{label}:\n") == 1
+    assembled(rewrite(kernel(LOGGED[name]), declarations(log=True), log=True), tmp_path)
+
+
+@pytest.mark.parametrize("guard", ["", "@%p2 ", "@!%p2 "])
+def test_a_wait_that_is_left_out_sets_its_predicate(guard):
+    text = logged(guard + "mbarrier.try_wait.parity.shared.b64 %p1, [%r1+8], %r2;")
+    ((_, _, out),) = SKIPS.findall(text)
+    tail = text[text.index(f"{out}:") :]
+    end = re.match(r"\$fl_out_\d+:\nsetp\.eq\.b32 %p1, 0, 0;\n(\$fl_end_\d+):\n", tail)
+    assert end, tail[:200]
+    body = text[: text.index(f"{out}:")]
+    assert body.rstrip().endswith(f"bra {end[1]};")  # what is not left out does not come here
+    passed, record_of_wait = body.index(f"@!%p1 bra {end[1]};"), body.rindex("call fl_log_words")
+    assert body.index("try_wait") < passed < record_of_wait
+    if guard:
+        opposite = "@!%p2" if guard == "@%p2 " else "@%p2"
+        (skip,) = re.findall(rf"\n{re.escape(opposite)} bra (\$fl_skip_\d+);", text)
+        assert text.index("bra " + skip) < text.index("%fl_skip,") < text.index(f"{out}:")
+        assert text.index(f"\n{skip}:") > text.index(f"{end[1]}:")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [LOWERED["commit"], LOWERED["mma SS"], LOWERED["tma"], NATIVE[1], "st.shared.b32 [%r1], %r2;"],
+)
+def test_a_predicate_covers_a_statement_and_its_log(statement, tmp_path):
+    text = logged("@%p2 " + statement)
+    (skip,) = re.findall(r"\n@!%p2 bra (\$fl_skip_\d+);", text)
+    inside = text[text.index("bra " + skip) : text.index(f"\n{skip}:")]
+    assert inside.count("call fl_log") == 1 and "@%p2" not in inside
+    opcode = statement.split()[0]
+    assert opcode.startswith(("tcgen05", "cp")) or f"\n{opcode} " in inside
+    assembled(rewrite(kernel("@%p2 " + statement), declarations(log=True), log=True), tmp_path)
+
+
+@pytest.mark.parametrize("statement", FENCES_LEFT_OUT)
+def test_fences_are_logged_by_name_and_can_be_left_out(statement):
+    text = logged(statement)
+    (call,) = calls(text)
+    assert call[0] == "fl_log" and call[1][1:3] == [str(Kind.FENCE), str(LINE)]
+    assert value(text, call[1][3]) == str(FENCES.index(FENCES_LEFT_OUT[statement]))
+    assert len(SKIPS.findall(text)) == 1
+
+
+WORDS = {  # statement -> (kind | flags << 8, words that follow the line)
+    "mbarrier.init.shared.b64 [%r1+16], 3;": (Kind.INIT, ["%r1", "3", "0", "0", "0"]),
+    "mbarrier.arrive.shared.b64 %rd1, [%r1];": (Kind.ARRIVE, ["%r1", "1", "0", "0", "0"]),
+    "mbarrier.arrive.shared.b64 _, [%r1], 2;": (Kind.ARRIVE, ["%r1", "2", "0", "0", "0"]),
+    "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%r1], %r2;": (
+        Kind.ARRIVE | 2 << 8,
+        ["%r1", "1", "%r2", "0", "0"],
+    ),
+    "mbarrier.expect_tx.relaxed.cta.shared.b64 [%r1], 64;": (
+        Kind.ARRIVE | 1 << 8,
+        ["%r1", "0", "64", "0", "0"],
+    ),
+    "mbarrier.complete_tx.relaxed.cta.shared.b64 [%r1], 64;": (
+        Kind.COMPLETE | 1 << 8,
+        ["%r1", "64", "0", "0", "0"],
+    ),
+    "mbarrier.try_wait.parity.shared.b64 %p1, [%r1], %r2;": (
+        Kind.WAIT,
+        ["%r1", "%r2", "0", "0", "0"],
+    ),
+    "bar.arrive %r1, 64;": (Kind.BAR_ARRIVE, ["%r1", "64", "0", "0", "0"]),
+    LOWERED["commit"]: (Kind.COMMIT, ["%r1", "0xFFFFFFFF", "1", "0", "0"]),
+    LOWERED["dealloc"]: (Kind.DEALLOC, ["%r1", "512", "0", "0", "0"]),
+    LOWERED["ld x32"]: (Kind.LOAD_TMEM, ["%r1", "32", "32", "0", "0"]),
+    LOWERED["ld 16x256b"]: (Kind.LOAD_TMEM, ["%r1", "32", "16", "0", "0"]),
+    LOWERED["st"]: (Kind.STORE_TMEM, ["%r1", "16", "32", "0", "0"]),
+}
+
+
+@pytest.mark.parametrize("statement", WORDS)
+def test_the_words_of_a_record(statement):
+    text = logged(statement)
+    ((name, arguments),) = calls(text)
+    what, words = WORDS[statement]
+    assert name == "fl_log_words"
+    assert arguments[:3] == ["%fl_log", str(int(what)), str(LINE)]
+    assert [value(text, argument) for argument in arguments[3:]] == words
+
+
+def test_a_barrier_of_all_threads_arrives_and_waits():
+    text = logged("bar.sync 1;")
+    assert [arguments[1] for _, arguments in calls(text)] == [
+        str(Kind.BAR_ARRIVE),
+        str(Kind.BAR_WAIT),
+    ]
+    for _, arguments in calls(text):
+        assert [value(text, argument) for argument in arguments[3:5]] == ["1", "192"]
+    middle = text.index("\nbar.sync 1, 192;")
+    assert text.index("call fl_log_words", text.index("%fl_skip,")) < middle
+    assert middle < text.rindex("call fl_log_words")
+
+
+@pytest.mark.parametrize(
+    ("statement", "kind", "size", "lanes"),
+    [
+        ("ld.shared.b32 %r1, [%r2+4];", Kind.READ, 4, 32),
+        ("ld.volatile.shared.v4.f32 {%f1, %f2, %f3, %f4}, [%r2];", Kind.READ, 16, 32),
+        ("st.shared::cluster.b64 [%r2], %rd1;", Kind.WRITE, 8, 32),
+        ("atom.shared.add.u32 %r1, [%r2], %r3;", Kind.UPDATE, 4, 32),
+        ("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%r2], {%r3, %r4};", Kind.WRITE, 16, 16),
+        ("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%r3}, [%r2];", Kind.READ, 16, 8),
+    ],
+)
+def test_accesses_of_shared_memory_are_logged(statement, kind, size, lanes, tmp_path):
+    text = logged(statement)
+    ((name, arguments),) = calls(text)
+    assert name == "fl_log_shared" and arguments[1:3] == [str(int(kind)), str(LINE)]
+    assert value(text, arguments[3]) == "%r2" and arguments[4:] == [str(size), str(lanes)]
+    assert not SKIPS.findall(text)  # memory is never left out
+    assembled(rewrite(kernel(statement), declarations(log=True), log=True), tmp_path)
+
+
+MISSED = {
+    **{name: LOWERED[name] for name in NOT_LOGGED},
+    "remote store": "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 "
+    "[%r1], %r2, [%r3];",
+    "remote reduction": "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes"
+    ".inc.u32 [%r1], %r2, [%r3];",
+    "load of any memory": "ld.b32 %r1, [%rd1];",
+    "old asynchronous copy": "cp.async.ca.shared.global [%r1], [%rd1], 16;",
+    "its arrival": "cp.async.mbarrier.arrive.shared.b64 [%r1];",
+    "arrival without completion": "mbarrier.arrive.noComplete.shared.b64 %rd1, [%r1], 1;",
+    "arrival for good": "mbarrier.arrive_drop.shared.b64 %rd1, [%r1];",
+    "other fence": "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;",
+}
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_what_the_log_would_miss_is_refused(name):
+    with pytest.raises(
+        HopperRewriteError, match=f"line {LINE}: operation .* log's list"
+    ) as refused:
+        logged(MISSED[name])
+    assert MISSED[name].removeprefix("@%p1 ").rstrip(";") in str(refused.value)
+    assert rewrite(kernel(MISSED[name]), declarations())  # without the log it is taken
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_without_the_log_there_is_nothing_of_it(name):
+    text = rewrite(kernel(LOGGED[name]), declarations())
+    assert not re.search(r"fl_log|%fl_skip|\$fl_(out|end)_", text)
+
+
+def test_a_kernel_without_tensor_memory_has_no_log():
+    ptx = HEAD + "bar.sync 0;\nst.shared.b32 [%r1], %r2;\n" + TAIL
+    assert rewrite(ptx, "", log=True) == rewrite(ptx, "")
+
+
+def test_the_log_is_found_once_on_entry(tmp_path):
+    text = rewrite(kernel(), declarations(log=True), log=True)
+    for call in ("fl_log_start", "fl_log_skip"):
+        assert len(re.findall(rf"call \(fl_result\), {call}\b", text)) == 1
+    assert text.index("call (fl_result), fl_log_start") < text.index("$fl_main:\n")
+    assembled(text, tmp_path)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages_are_rewritten_with_the_log(stage, tmp_path):
+    ptx = ptx_of(stage)
+    text = rewrite(ptx, declarations(log=True), log=True)
+    assert [int(line) for _, line, _ in SKIPS.findall(text)] == [s.line for s in sites(ptx)]
+    assert not re.search("fl_log|%fl_skip", rewrite(ptx, declarations()))
+    assembled(text, tmp_path)

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from flash_ladder.common.ordering import Ordering, OrderingError, explain, replay
+from flash_ladder.common.ordering_race import SHOWN, place
 
 S = ((0, 512),)  # tensor memory columns 0-127, all lane quarters
 O = ((1024, 1536),)  # columns 256-383
@@ -277,6 +278,49 @@ def test_places_are_told_in_columns_bytes_and_cells():
     assert "tmem column 1 (lane quarter 1 to 1)" in texts[2]
 
 
+def quarters(columns, *which: int):
+    """Cells of some lane quarters of tensor memory columns."""
+    return tuple((4 * column + q, 4 * column + q + 1) for column in columns for q in which)
+
+
+@pytest.mark.parametrize(
+    ("memory", "cells", "text"),
+    [
+        ("tmem", quarters(range(8, 40), 2), "tmem columns 8-39 (lane quarter 2)"),
+        ("tmem@1", quarters((3, 4), 0), "tmem@1 columns 3-4 (lane quarter 0)"),
+        ("tmem", quarters((3,), 1), "tmem column 3 (lane quarter 1 to 1)"),
+        (  # not next to each other
+            "tmem",
+            quarters((3, 5), 1),
+            "tmem column 3 (lane quarter 1 to 1), column 5 (lane quarter 1 to 1)",
+        ),
+        (  # two quarters
+            "tmem",
+            ((12, 14), (16, 18)),
+            "tmem column 3 (lane quarter 0 to 1), column 4 (lane quarter 0 to 1)",
+        ),
+        (  # not the same quarter
+            "tmem",
+            ((12, 13), (17, 18)),
+            "tmem column 3 (lane quarter 0 to 0), column 4 (lane quarter 1 to 1)",
+        ),
+        ("tmem", S, "tmem columns 0-127"),
+        ("tmem", ((0, 4), (8, 12)), "tmem column 0, column 2"),
+        ("smem", quarters(range(8, 40), 2)[:2], "smem bytes 136-139, bytes 152-155"),
+    ],
+)
+def test_a_lane_quarter_of_many_columns_is_one_place(memory, cells, text):
+    assert place(memory, cells) == text
+
+
+@pytest.mark.parametrize("count", [SHOWN - 1, SHOWN, SHOWN + 1, SHOWN + 20])
+def test_of_many_places_the_first_few_are_told(count):
+    cells = tuple((4 * i, 4 * i + 2) for i in range(count))
+    shown = [f"bytes {16 * i}-{16 * i + 7}" for i in range(min(count, SHOWN))]
+    more = [f"and {count - SHOWN} more"] * (count > SHOWN)
+    assert place("smem", cells) == f"smem {', '.join(shown + more)}"
+
+
 def test_each_pair_of_lines_once_with_a_count():
     events = []
     for _ in range(5):
@@ -482,6 +526,55 @@ def test_arrivals_of_the_next_phase_are_not_seen():
 def test_a_skipped_phase_is_acquired_with_the_next():
     events = START + own("LOAD", "write", "smem") + arrive("LOAD", "b") + arrive("LOAD", "b")
     assert replay(events + wait("MMA", "b") + own("MMA", "read", "smem")).races() == []
+
+
+def late(agent: str, barrier: str):
+    return wait(agent, barrier, late=True)
+
+
+TWO_PHASES = [  # LOAD writes one tile, arrives, writes another, arrives again
+    *START,
+    *own("LOAD", "write", "smem", TILE),
+    *arrive("LOAD", "b"),
+    *own("LOAD", "write", "smem", ((64, 128),), "again"),
+    *arrive("LOAD", "b"),
+]
+
+
+def test_a_late_wait_acquires_all_but_the_last_phase():
+    first, second = (own("MMA", "read", "smem", cells) for cells in (TILE, ((64, 128),)))
+    assert replay(TWO_PHASES + late("MMA", "b") + first).races() == []
+    (race,) = replay(TWO_PHASES + late("MMA", "b") + second).races()
+    assert (race.first.op, race.missing) == ("again", "wait")
+    assert replay(TWO_PHASES + wait("MMA", "b") + first + second).races() == []
+    both = late("MMA", "b") + first + wait("MMA", "b") + second
+    assert replay(TWO_PHASES + both).races() == []
+
+
+def test_a_late_wait_after_one_phase_acquires_nothing():
+    events = START + own("LOAD", "write", "smem") + arrive("LOAD", "b")
+    assert len(replay(events + late("MMA", "b") + own("MMA", "read", "smem")).races()) == 1
+    assert replay(events + wait("MMA", "b") + own("MMA", "read", "smem")).races() == []
+
+
+def test_a_late_wait_does_not_see_the_copies_of_the_last_phase():
+    first = strand("LOAD", "tma.load", "load K", ("write", "smem", TILE))
+    second = strand("LOAD", "tma.load", "load V", ("write", "smem", ((64, 128),)))
+    events = [*START, *first, *arrive("load K", "b"), *second, *arrive("load V", "b")]
+    reads = own("MMA", "read", "smem", TILE) + own("MMA", "read", "smem", ((64, 128),), "read V")
+    (race,) = replay(events + late("MMA", "b") + reads).races()
+    assert (race.first.op, race.missing) == ("load V", "wait")
+    assert replay(events + wait("MMA", "b") + reads).races() == []
+
+
+def test_a_late_wait_does_not_see_the_mmas_of_the_last_commit():
+    ready = fence("SOFTMAX0", "tcgen05.after")
+    lds = strand("SOFTMAX0", "tmem.ld", "ld S", ("read", "tmem", S))
+    lds += strand("SOFTMAX0", "tmem.ld", "ld O", ("read", "tmem", O))
+    events = [*START, *mma_s(), *commit("MMA", "b"), *mma_pv(), *commit("MMA", "b")]
+    (race,) = replay(events + late("SOFTMAX0", "b") + ready + lds).races()
+    assert (race.first.op, race.second.op) == ("PV", "ld O")
+    assert replay(events + wait("SOFTMAX0", "b") + ready + lds).races() == []
 
 
 def test_accesses_of_a_strand_may_be_recorded_late():

@@ -4,6 +4,7 @@
 from dataclasses import replace
 
 import pytest
+from flash_ladder import load
 from flash_ladder.common.plan import (
     MAX_SMEM_BYTES,
     Arrival,
@@ -283,3 +284,52 @@ def test_shared_memory_is_aligned_to_powers_of_two_up_to_1024():
         except PlanError:
             continue
     assert allowed == [8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+# ---- where the mbarriers lie ---------------------------------------------------------------
+
+
+def _mbarriers(*rows: tuple[str, int]) -> dict[str, int]:
+    """Offsets of mbarriers: (name, slots)."""
+    barriers = tuple(replace(P_FULL, name=name, stages=slots) for name, slots in rows)
+    return replace(GOOD, barriers=barriers).mbarrier_offsets
+
+
+def test_mbarriers_lie_in_the_order_of_the_table():
+    assert GOOD.mbarrier_offsets == {
+        "kv_full[0]": 0,
+        "kv_full[1]": 8,
+        "kv_full[2]": 16,
+        "p_full": 24,
+    }
+    assert list(_mbarriers(("b", 1), ("a", 2))) == ["b", "a[0]", "a[1]"]
+    assert _mbarriers() == {}
+
+
+def test_mbarriers_of_the_query_tiles_lie_next_to_each_other():
+    offsets = _mbarriers(("q0", 1), ("kv", 2), ("s0", 1), ("q1", 1), ("s1", 1), ("done", 1))
+    assert list(offsets) == ["q0", "q1", "kv[0]", "kv[1]", "s0", "s1", "done"]
+    assert list(offsets.values()) == list(range(0, 56, 8))
+    assert list(_mbarriers(("r0", 2), ("x", 1), ("r1", 2))) == [
+        "r0[0]",
+        "r0[1]",
+        "r1[0]",
+        "r1[1]",
+        "x",
+    ]
+
+
+def test_other_barriers_have_no_place_in_memory():
+    cluster = replace(ROWS_DONE, name="both", kind="cluster", number=None, stages=1)
+    plan = replace(GOOD, barriers=(ROWS_DONE, cluster, P_FULL))
+    assert plan.mbarrier_offsets == {"p_full": 0}
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_mbarriers_of_a_stage_fit_their_buffer(number, head_dim):
+    plan = load(number).config.plan(head_dim)
+    buffer = next(row for row in plan.smem if row.name == "barriers")
+    offsets = sorted(plan.mbarrier_offsets.values())
+    assert plan.smem_offsets["barriers"] == 0  # names of an executed log count from there
+    assert offsets == list(range(0, 8 * len(offsets), 8)) and offsets[-1] < buffer.total_bytes

@@ -330,7 +330,7 @@ def _commit(scope: Scope, statement: Statement, context: Context) -> None:
 _SHARED = r"\.(\w+\.)*shared(::cta|::cluster)?\b.*"
 
 
-@logged(r"(ld|st|atom|red)" + _SHARED)
+@logged(r"(ld|st|atom|red)(?!\.async\b)" + _SHARED)
 def _shared(scope: Scope, statement: Statement, context: Context) -> None:
     verb, (place,) = (
         statement.opcode.partition(".")[0],

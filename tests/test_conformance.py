@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded logs do what the model does, step by step; a step that differs is shown. No GPU."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from flash_ladder.common.conformance import AROUND, conform
+from flash_ladder.common.hopper.log import Kind
+from flash_ladder.common.hopper.steps import steps
+from flash_ladder.common.ptx import ptx_hash
+
+from tests.recorded_logs import (
+    INDEX,
+    NAMES,
+    STAGES,
+    cta_of,
+    event,
+    log_of,
+    names_of,
+    notes_of,
+    place_of,
+    plan_of,
+    ptx_of,
+)
+
+LEAST = [name for name in NAMES if name.endswith("least")]
+NOT_COMPARED = {"fence mbarrier_init", "fence bulk.commit", "read barriers", "exit"}
+NAME = "04-grid"  # where one log is enough
+
+
+def _conform(name: str, events=None, notes=None, place=None):
+    """The comparison with other events, notes or another place than those recorded."""
+    log = log_of(name)
+    if events is not None:
+        log = replace(log, events=tuple(events))
+    notes = notes_of(name) if notes is None else notes
+    return conform(log, notes, plan_of(name), place or place_of(name))
+
+
+def _steps_of(name: str) -> list:
+    """The step that each record is part of, in the order of the records."""
+    part = {id(row): step for step in steps(log_of(name), plan_of(name)) for row in step.records}
+    return [part[id(row)] for row in log_of(name).events]
+
+
+def _first(name: str, kind: Kind, **wanted) -> int:
+    """Place of the first record of a kind, with these attributes."""
+    return next(
+        place
+        for place, row in enumerate(log_of(name).events)
+        if row.kind == kind and all(getattr(row, key) == value for key, value in wanted.items())
+    )
+
+
+def _changed(name: str, place: int, **words: int) -> list:
+    """The events with words of one record replaced: w0=, w1=, ..."""
+    events = list(log_of(name).events)
+    new = list(events[place].words)
+    for word, value in words.items():
+        new[int(word[1:])] = value
+    assert tuple(new) != events[place].words
+    events[place] = replace(events[place], words=tuple(new))
+    return events
+
+
+def _shown(difference) -> tuple[str, str]:
+    """What the message marks: in the kernel, in the model."""
+    kernel, model = re.findall(r"^  > (.*)$", str(difference), re.M)
+    return kernel, model
+
+
+# ---- as it should be -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorded_log_does_what_the_model_does(name):
+    found = _conform(name)
+    assert found.exact, "\n".join(map(str, found.differences))
+    assert found.acts > len(log_of(name).events) / 2
+    assert log_of(name).cta == cta_of(name)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_recorded_logs_are_of_todays_code(stage):
+    now = ptx_hash(ptx_of(stage))
+    for name in names_of(stage):
+        assert INDEX[name]["ptx_sha256"] == now, (
+            f"{name} was recorded from other code than today's: on a Hopper GPU execute the "
+            "problem of tests/data/logs/index.json rewritten, with log=True "
+            "(device_worker.Bench.run does), write what session().logs() gives for that CTA to "
+            f"tests/data/logs/{name}.log.xz with lzma, and the new hash {now} to index.json"
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lines_of_the_ptx_stand_for_lines_of_the_model(name):
+    lines, roles = _conform(name).lines, {role.name for role in plan_of(name).roles}
+    folder = f"stages/{INDEX[name]['stage']:02d}/"
+    for places in lines.values():
+        for role, where, what in places:
+            assert role in roles and where.startswith(folder) and "[" not in what
+    skip = {row.line for row, step in zip(log_of(name).events, _steps_of(name)) if _silent(step)}
+    first_of_step = {step.line for step in _steps_of(name)}
+    assert set(lines) == first_of_step - skip - _waits_of_named_barriers(name)
+
+
+def _silent(step) -> bool:
+    return step.op in NOT_COMPARED or step.verb == "init"
+
+
+def _waits_of_named_barriers(name: str) -> set[int]:
+    """Lines with nothing but the second half of a bar.sync."""
+    halves = {step.line for step in _steps_of(name) if step.verb == "bar.wait"}
+    return halves - {step.line for step in _steps_of(name) if step.verb != "bar.wait"}
+
+
+def test_a_line_has_the_roles_and_barriers_that_it_serves():
+    lines = _conform(NAME).lines
+    by_verb = {step.verb: step.line for step in _steps_of(NAME) if step.agent == "MMA"}
+    (commit,) = {(role, what) for role, _, what in lines[by_verb["commit"]]}
+    assert commit[0] == "MMA" and plan_of(NAME).barrier(commit[1])
+    (empty_wait,) = [s for s in _steps_of(NAME) if s.op == "wait kv_empty[0]"][:1]
+    assert {(role, what) for role, _, what in lines[empty_wait.line]} == {("LOAD", "kv_empty")}
+    start = next(step.line for step in _steps_of(NAME) if step.verb == "bar.arrive")
+    assert {role for role, *_ in lines[start]} == {role.name for role in plan_of(NAME).roles}
+
+
+# ---- every record counts -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_every_record_that_is_dropped_is_noticed(name):
+    events, of = log_of(name).events, _steps_of(name)
+    missed, silent = set(), set()
+    for place, (row, step) in enumerate(zip(events, of)):
+        if step.op in NOT_COMPARED:
+            silent.add((step.agent, step.op, row.line))
+        if _conform(name, events[:place] + events[place + 1 :]).exact:
+            missed.add((step.agent, step.op, row.line))
+    others = missed - silent
+    assert silent <= missed
+    # a fence before what only the first warp of a role issues may be missing in the others
+    assert all(op == "fence tcgen05.after" and not who.endswith(".0") for who, op, _ in others)
+    assert len(others) == (3 if name == "02-least" else 0), others
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_two_steps_of_a_warp_that_are_swapped_are_noticed(name):
+    events, of, newest, tried = log_of(name).events, _steps_of(name), {}, 0
+    for place, row in enumerate(events):
+        before, newest[row.warp] = newest.get(row.warp), place
+        if before is None or of[before] is of[place] or any(map(_silent, (of[before], of[place]))):
+            continue
+        swapped = list(events)
+        swapped[before], swapped[place] = swapped[place], swapped[before]
+        assert not _conform(name, swapped).exact, (of[before].op, of[place].op)
+        tried += 1
+    assert tried > 100
+
+
+# ---- every word counts ---------------------------------------------------------------------
+
+
+def test_a_dropped_record_is_shown_on_both_sides():
+    place = _first(NAME, Kind.COMMIT)
+    events = log_of(NAME).events
+    (difference,) = _conform(NAME, events[:place] + events[place + 1 :]).differences
+    text = str(difference)
+    assert text.startswith("MMA: the kernel and the model part here\n  kernel:\n")
+    assert "\n  model:\n" in text
+    kernel, model = _shown(difference)
+    assert re.fullmatch(r"wait q_full1 0  \(PTX line \d+\)", kernel)
+    assert re.fullmatch(r"commit s_full0  \(stages/04/model\.py:\d+\)", model)
+    assert len(text.splitlines()) == 3 + 2 * (2 * AROUND + 1)
+
+
+def test_a_record_too_many_is_shown():
+    events = list(log_of(NAME).events)
+    last = max(place for place, row in enumerate(events) if row.kind == Kind.DEALLOC)
+    events.insert(last + 1, events[last])
+    (difference,) = _conform(NAME, events).differences
+    kernel, model = _shown(difference)
+    assert kernel.startswith("dealloc ") and model == "nothing more"
+
+
+def test_what_the_kernel_did_not_do_any_more_is_shown():
+    events = log_of(NAME).events
+    cut = [row for row in events if row.kind != Kind.DEALLOC]
+    (difference,) = _conform(NAME, cut).differences
+    kernel, model = _shown(difference)
+    assert kernel == "nothing more" and model.startswith("dealloc ")
+
+
+def test_a_flipped_parity():
+    place = _first(NAME, Kind.WAIT)
+    row, step = log_of(NAME).events[place], _steps_of(NAME)[place]
+    (difference,) = _conform(NAME, _changed(NAME, place, w1=1 - row.words[1])).differences
+    assert difference.agent == step.agent
+    kernel, model = (text.partition("  (")[0] for text in _shown(difference))
+    assert kernel == f"{step.op} {1 - row.words[1]}" and model == f"{step.op} {row.words[1]}"
+
+
+@pytest.mark.parametrize("kind", [Kind.LOAD, Kind.STORE])
+@pytest.mark.parametrize("word", ["w5", "w6", "w7", "w8"])
+def test_another_coordinate_of_a_copy(kind, word):
+    place = _first(NAME, kind)
+    value = log_of(NAME).events[place].words[int(word[1:])]
+    (difference,) = _conform(NAME, _changed(NAME, place, **{word: value + 1})).differences
+    kernel, model = _shown(difference)
+    assert kernel.partition(" ")[0] == model.partition(" ")[0] == kind.name.lower()
+    assert kernel.partition("  (")[0] != model.partition("  (")[0]
+
+
+def test_a_tensor_that_another_one_stood_for():
+    place = _first(NAME, Kind.LOAD)
+    tensors = {row.words[3] for row in log_of(NAME).events if row.kind == Kind.LOAD}
+    other = (tensors - {log_of(NAME).events[place].words[3]}).pop()
+    assert not _conform(NAME, _changed(NAME, place, w3=other)).exact
+
+
+def test_a_copy_of_another_size_place_or_barrier():
+    place = _first(NAME, Kind.LOAD)
+    smem, barrier, size = log_of(NAME).events[place].words[:3]
+    for words in ({"w0": smem + 1024}, {"w1": barrier + 8}, {"w2": size // 2}):
+        (difference,) = _conform(NAME, _changed(NAME, place, **words)).differences
+        assert difference.agent == "LOAD"
+
+
+@pytest.mark.parametrize("word", ["w1", "w3"])
+def test_a_descriptor_that_points_to_another_slot(word):
+    place = _first(NAME, Kind.MMA)
+    plan = plan_of(NAME)
+    slot = {"w1": "sQ", "w3": "sKV"}[word]
+    size = next(row.slot_bytes for row in plan.smem if row.name == slot)
+    value = log_of(NAME).events[place].words[int(word[1:])]
+    (difference,) = _conform(NAME, _changed(NAME, place, **{word: value + size // 16})).differences
+    kernel, model = _shown(difference)
+    assert difference.agent == "MMA" and "'smem'" in kernel and kernel.startswith("mma S0 ")
+    assert kernel.partition("'smem'")[0] == model.partition("'smem'")[0]
+
+
+def test_an_mma_with_another_accumulator_shape_or_beginning():
+    place = _first(NAME, Kind.MMA)
+    d, *_, instruction, accumulate, _, _ = log_of(NAME).events[place].words
+    for words in ({"w0": d + 128}, {"w5": instruction ^ 24 << 17}, {"w6": 1 - accumulate}):
+        (difference,) = _conform(NAME, _changed(NAME, place, **words)).differences
+        assert difference.agent == "MMA"
+
+
+def test_another_count_that_a_barrier_is_initialised_with():
+    place = _first(NAME, Kind.INIT)
+    row, step = log_of(NAME).events[place], _steps_of(NAME)[place]
+    (difference,) = _conform(NAME, _changed(NAME, place, w1=row.words[1] + 1)).differences
+    assert difference.agent == step.what
+    assert difference.text == (
+        f"initialised with {row.words[1] + 1} arrivals, the plan has {row.words[1]}"
+    )
+
+
+def test_a_barrier_that_only_one_side_has():
+    events, place = log_of(NAME).events, _first(NAME, Kind.INIT)
+    name, count = _steps_of(NAME)[place].what, events[place].words[1]
+    (missing,) = _conform(NAME, events[:place] + events[place + 1 :]).differences
+    assert str(missing) == f"{name}: initialised with None arrivals, the plan has {count}"
+    stranger = event(Kind.INIT, 0x7F00, 3, warp=12, lanes=1, line=1)
+    (more,) = _conform(NAME, (stranger, *events)).differences
+    assert str(more) == "mbarrier 0x7f00: initialised with 3 arrivals, the plan has None"
+
+
+@pytest.mark.parametrize("kind", [Kind.WAIT, Kind.ARRIVE, Kind.COMMIT])
+def test_another_barrier(kind):
+    place = _first(NAME, kind)
+    address, agent = log_of(NAME).events[place].words[0], _steps_of(NAME)[place].agent
+    (difference,) = _conform(NAME, _changed(NAME, place, w0=address ^ 8)).differences
+    kernel, model = _shown(difference)
+    assert difference.agent == agent
+    assert kernel.split()[0] == model.split()[0] and kernel.split()[1] != model.split()[1]
+
+
+def test_other_bytes_that_a_barrier_expects():
+    place = _first(NAME, Kind.ARRIVE, warp=14)
+    size = log_of(NAME).events[place].words[2]
+    (difference,) = _conform(NAME, _changed(NAME, place, w2=size // 2)).differences
+    kernel, model = _shown(difference)
+    assert kernel.startswith("expect q_full0 ") and model.startswith(f"expect q_full0 {size} ")
+
+
+def test_other_columns_and_fewer_lanes():
+    place = _first(NAME, Kind.LOAD_TMEM)
+    row = log_of(NAME).events[place]
+    found = _conform(NAME, _changed(NAME, place, w0=row.words[0] + 32)).differences
+    assert [difference.agent for difference in found] == [_steps_of(NAME)[place].agent]
+    events = list(log_of(NAME).events)
+    events[place] = replace(row, lanes=0xFFFF)
+    assert not _conform(NAME, events).exact
+
+
+def test_a_named_barrier_with_another_number():
+    place = _first(NAME, Kind.BAR_ARRIVE)
+    (difference,) = _conform(NAME, _changed(NAME, place, w0=9)).differences
+    assert "bar.arrive barrier 9" in str(difference) and "sync start" in str(difference)
+
+
+def test_a_wait_for_bulk_copies_that_leaves_one():
+    place = _first(NAME, Kind.BULK_WAIT)
+    (difference,) = _conform(NAME, _changed(NAME, place, w0=1)).differences
+    assert difference.agent == "EPILOGUE"
+    events = list(log_of(NAME).events)
+    events[place] = replace(events[place], flags=0)  # for the write, not only for the read
+    (difference,) = _conform(NAME, events).differences
+    assert difference.agent == "EPILOGUE"
+
+
+def test_the_place_of_the_cta_decides_which_tiles():
+    m_block, head, batch = place_of(NAME)
+    for place in ((m_block, head + 1, batch), (m_block, head, batch + 1)):
+        found = {difference.agent for difference in _conform(NAME, place=place).differences}
+        assert found == {"LOAD", "EPILOGUE"}
+    found = _conform(NAME, place=(m_block + 1, head, batch)).differences
+    assert {difference.agent for difference in found} == {"LOAD", "EPILOGUE"}
+
+
+def test_a_model_that_does_something_else_is_noticed():
+    notes = list(notes_of(NAME))
+    gone = next(note for note in notes if note.verb == "commit")
+    notes.remove(gone)
+    (difference,) = _conform(NAME, notes=notes).differences
+    assert difference.agent == gone.agent
+    kernel, _ = _shown(difference)
+    assert kernel.startswith(f"commit {gone.what} ")
+
+
+def test_each_warp_that_differs_is_named_once():
+    events = [row for row in log_of(NAME).events if row.kind != Kind.STORE_TMEM]
+    found = [difference.agent for difference in _conform(NAME, events).differences]
+    assert len(found) == len(set(found)) == 12  # warps that store: two softmax groups, correction
+    assert "SOFTMAX0.3" in found and "CORRECTION.0" in found
