@@ -29,6 +29,7 @@ FENCE_EDGES = (
     "bulk fence",
 )  # missing edges that are a missing fence: ptxas may make some of them nothing
 CLUSTER = "the cluster barrier"
+REMOTE_SCOPE = "an arrival in the other CTA needs .release.cluster, it has the default, .cta"
 INIT_FENCE = "no fence.mbarrier_init or fence.proxy.async follows its initialisation"
 
 
@@ -68,10 +69,11 @@ class Verdict:
 def check_log(log: Log, plan: Plan | None = None, ours: bool = True, mode: str = "practice"):
     """The verdict on a log; names come from the plan. Raises LogMismatch.
 
-    ours: a missing fence is an error; of a peer's kernel it is a warning, because ptxas makes
-    nothing of tcgen05 fences and upstream leaves them out. mode: see `Ordering`.
+    ours: a missing fence, or an arrival in the other CTA whose scope is not the cluster, is an
+    error; of a peer's kernel it is a warning, because the hardware at hand makes no difference and
+    upstream does so. mode: see `Ordering`.
     """
-    replay = _Replay(log, steps(log, plan), mode)
+    replay = _Replay(log, steps(log, plan), mode, ours)
     replay.run()
     found = [*replay.findings, *map(_finding, replay.order.races())]
     fences = [row for row in found if row.fence]
@@ -112,8 +114,8 @@ class Phase:
 class _Replay:
     """One pass over the steps. Agents are warps."""
 
-    def __init__(self, log: Log, found: list[Step], mode: str):
-        self.log, self.steps, self.order = log, found, Ordering(mode)
+    def __init__(self, log: Log, found: list[Step], mode: str, ours: bool):
+        self.log, self.steps, self.order, self.ours = log, found, Ordering(mode), ours
         self.findings: list[Finding] = []
         self.phases: dict[str, Phase] = {}
         self.inits: dict[str, set[str]] = {}  # barriers that an agent initialised, not yet fenced
@@ -185,8 +187,16 @@ class _Replay:
     def _arrive(self, step: Step) -> None:
         phase, (arrivals, expected) = self._phase(step, step.what), step.numbers
         if arrivals:
-            self.order.arrive(step.agent, step.what, *self.at, scope=step.facts["scope"])
+            self.order.arrive(step.agent, step.what, *self.at, scope=self._scope(step))
         self._count(step.what, phase, arrivals, expected)
+
+    def _scope(self, step: Step) -> str:
+        """A peer's arrival in the other CTA counts whatever its scope, with a warning."""
+        scope, remote = step.facts["scope"], step.what.partition("@")[2] != str(step.rank)
+        if scope != "cta" or self.ours or self.log.ctas == 1 or not remote:
+            return scope
+        self._report(f"{step.op} ({step.agent}, {self.at[1]}): {REMOTE_SCOPE}", fence=True)
+        return "cluster"
 
     def _count(self, barrier: str, phase: Phase, arrivals=0, expected=0, delivered=0) -> None:
         if phase.arrive(arrivals, expected, delivered):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The executed log: its bytes, its steps, and what it proves. No GPU: recorded and made-up logs."""
 
+import random
 import time
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 from flash_ladder import load
 from flash_ladder.common import contract
 from flash_ladder.common.device_mutation import explanation, without
-from flash_ladder.common.executed import LogMismatch, check_log, worst
+from flash_ladder.common.executed import REMOTE_SCOPE, LogMismatch, check_log, worst
 from flash_ladder.common.hopper.layouts import (
     InstructionDescriptor,
     SmemDescriptor,
@@ -192,7 +193,7 @@ def _read_back(*rows):
 def test_lanes_that_came_one_after_the_other_become_one():
     first, last = write(0, 1, line=5, lanes=1), write(0, 9, line=5, lanes=2)
     between = write(1, 3, line=5, lanes=1)
-    assert _read_back(first, between, last) == [between, replace(last, lanes=3, cells=(1, 9))]
+    assert _read_back(first, between, last) == [replace(first, lanes=3, cells=(1, 9)), between]
     third = write(0, 4, line=5, lanes=4)
     assert _read_back(first, last, third) == [replace(third, lanes=7, cells=(1, 4, 9))]
 
@@ -213,6 +214,60 @@ def test_other_records_stay_their_own(second):
     first = arrive(0, line=5, lanes=0b01)
     assert _read_back(first, second) == [first, second]
     assert len(_read_back(first, arrive(0, line=5, lanes=0b10))) == 1
+
+
+def _statement(kind, line, word=0):
+    words = (BARRIER,) if kind == Kind.FENCE else (BARRIER, word, 0, 0, 0)
+    return event(kind, *words, warp=0, line=line)
+
+
+def test_lanes_that_came_apart_over_several_statements_come_together():
+    start, after, product = (
+        _statement(Kind.WAIT, 3, 0),
+        _statement(Kind.FENCE, 4),
+        replace(_statement(Kind.COMMIT, 5), lanes=1),  # an elected lane
+    )
+    again = _statement(Kind.WAIT, 3, 1)
+    ahead = [replace(row, lanes=ALL - 1) for row in (start, after, again)]
+    behind = [replace(row, lanes=1) for row in (start, after, product, again)]
+    assert _read_back(*ahead, *behind) == [start, after, product, again]
+    assert _read_back(*behind, *ahead) == [start, after, product, again]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_lanes_in_any_interleaving_come_together(seed):
+    """Three groups of lanes run a loop at their own pace; one statement they meet at, some are one
+    lane's: every lane's order and every statement's lanes come out whole."""
+    draw = random.Random(seed)
+    kinds = (Kind.WAIT, Kind.FENCE, Kind.ARRIVE, Kind.COMMIT, Kind.BAR_ARRIVE)
+    body = [draw.choice(kinds) for _ in range(draw.randrange(3, 9))]
+    turns = draw.randrange(1, 5)
+    program = [_statement(kind, line) for _ in range(turns) for line, kind in enumerate(body)]
+    program = [replace(e, lanes=1) if e.kind == Kind.COMMIT else e for e in program]
+    found = _read_back(*_interleaved(draw, program))
+    for lane in (0, 5, 20):
+        mine = lambda events, lane=lane: [e for e in events if e.lanes >> lane & 1]
+        assert mine(found) == mine(program)
+    assert len(found) == len(program)
+
+
+def _interleaved(draw, program):
+    """Records of a program by three groups of lanes; at BAR_ARRIVE they wait for each other."""
+    groups, at, records = (1, 0xFFFE, 0xFFFF0000), [0, 0, 0], []
+    while min(at) < len(program):
+        waiting = lambda g: at[g] > min(at) and program[at[g]].kind == Kind.BAR_ARRIVE
+        group = draw.choice([g for g in range(3) if at[g] < len(program) and not waiting(g)])
+        row = program[at[group]]
+        if row.kind == Kind.BAR_ARRIVE and max(at) > min(at):
+            group = at.index(min(at))
+            row = program[at[group]]
+        together = row.kind == Kind.BAR_ARRIVE and max(at) == min(at)
+        moved = range(3) if together else [group]
+        lanes = row.lanes & sum(groups[g] for g in moved)
+        records += [replace(row, lanes=lanes)] if lanes else []
+        for g in moved:
+            at[g] += 1
+    return records
 
 
 def test_records_with_something_between_stay_their_own():
@@ -738,7 +793,10 @@ def test_an_arrival_at_the_peer_needs_the_scope_of_the_cluster():
     tail = [wait(0, barrier=PEER | BARRIER, rank=1, flags=CLUSTER), AT_PEER]
     near, far = (arrive(0, PEER | BARRIER, flags=flags) for flags in (0, CLUSTER))
     assert texts(made(START_PAIR, TO_PEER, far, tail, ctas=2)) == []
-    assert only(made(START_PAIR, TO_PEER, near, tail, ctas=2))
+    unscoped = made(START_PAIR, TO_PEER, near, tail, ctas=2)
+    assert only(unscoped)
+    peers = check_log(unscoped, ours=False)
+    assert not peers.errors and [REMOTE_SCOPE in str(row) for row in peers.warnings] == [True]
 
 
 def test_a_commit_to_both_ctas():

@@ -23,7 +23,13 @@ def skip_reason() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def flash_attn_func():
+def seen():
+    """Logs of each launch of a kernel with tensor memory, while the session keeps logs."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def flash_attn_func(seen):
     """Upstream's op, made to choose its sm_100 kernels, compiled through the rewriter."""
     reason = skip_reason()
     if reason:
@@ -35,8 +41,16 @@ def flash_attn_func():
         patch.setenv("FLASH_ATTENTION_NUM_SMS", str(sms))
         from flash_attn.cute.interface import flash_attn_func
         from flash_ladder.common.hopper.redirect import redirected
+        from flash_ladder.common.hopper.run import HopperKernel, session
 
-        with redirected(torch.device("cuda")):
+        launch = HopperKernel.function
+
+        def with_logs(kernel, *arguments):
+            launch(kernel, *arguments)
+            seen.extend(session(kernel.device_index).logs() if kernel.object.log else [])
+
+        patch.setattr(HopperKernel, "function", with_logs)
+        with redirected(torch.device("cuda"), log=True):
             yield flash_attn_func
 
 
@@ -88,3 +102,31 @@ def test_forward_is_fast_enough_to_use(flash_attn_func):
         times.append(start.elapsed_time(end))
     print(f"forward, executed in software: {min(times):.2f} ms")
     assert min(times) <= 20
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_logs_show_no_race(flash_attn_func, seen, causal):
+    """What docs/peer-log.md says: the barriers order every pair of accesses."""
+    from flash_ladder.common.executed import check_log
+    from flash_ladder.common.hopper.log import decode
+    from flash_ladder.common.hopper.run import session
+
+    shape = (1, 512, 2, 128)
+    q, k, v = (
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_() for _ in range(3)
+    )
+    engine = session(torch.cuda.current_device())
+    engine.settings(log_clusters=8, log_units=1 << 18)
+    try:
+        result = flash_attn_func(q, k, v, causal=causal)
+        out = result[0] if isinstance(result, tuple) else result
+        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    finally:
+        engine.settings()
+    verdicts = [check_log(decode(data), ours=False) for data in seen]
+    assert len(verdicts) >= 6
+    left = ("is left in mid-phase", "never waited for a bulk copy")  # when the CTA ends
+    for verdict in verdicts:
+        races = [str(row) for row in verdict.errors if not any(x in str(row) for x in left)]
+        assert not races, races[0]
+        assert verdict.warnings and verdict.a1_edges
