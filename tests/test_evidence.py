@@ -21,6 +21,7 @@ from flash_ladder.common.evidence import (
 )
 from flash_ladder.common.ptx import ptx_hash
 
+ROOT = pathlib.Path(__file__).parent.parent
 RUN = {
     "date": "2026-01-31",
     "gpu": "Some GPU",
@@ -389,3 +390,15 @@ def test_a_rewritten_run_without_logs_is_stale(dsl, recorded):
     ]
     recorded["kernels"][0]["log"], recorded["mutation"] = LOG, [MUTATION]
     assert stale(stage, {"runs": [recorded]}) == []
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_the_page_of_the_log_shows_the_counts_of_the_evidence(number):
+    text = (ROOT / "docs" / "executed-log.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| {number:02d} \|(.+)\|$", text, re.M)
+    (run,) = [run for run in load(number).evidence["runs"] if run["mode"] == "rewritten"]
+    (counts,) = [mutation["counts"] for mutation in run["mutation"]]
+    unseen = counts["sites"] - counts["timing"] - counts["redundant"] - counts["unexplained"]
+    shown = [counts[name] for name in ("sites", "timing", "log", "lint")]
+    shown += [unseen, counts["redundant"], counts["unexplained"]]
+    assert [int(cell) for cell in row.split("|")] == shown
