@@ -449,6 +449,31 @@ def _timing_lines(run: dict) -> list[str]:
     ]
 
 
+def _log_lines(run: dict) -> list[str]:
+    """One line on the executed logs of a run, none where it has none."""
+    logs = [row["log"] for row in run.get("kernels", []) if row.get("log", {}).get("clean")]
+    if not logs:
+        return []
+    ctas, events, acts = (sum(row[name] for row in logs) for name in ("ctas", "events", "acts"))
+    return [
+        f"<p>Executed log of {ctas} CTAs: {events} records without a race; {acts} steps compared "
+        f"with the model, all equal {mark('M', _source_of(run))}.</p>"
+    ]
+
+
+def _mutation_lines(run: dict) -> list[str]:
+    """A line on each mutation of a compiled kernel."""
+    source = lambda row: f"{row['command']}, {row['date']}, {run.get('gpu', 'unknown GPU')}"
+    return [
+        f"<p>Left out in turn, {row['counts']['sites']} waits, arrivals and fences of "
+        f"{html.escape(row['kernel'])}: {row['counts']['timing']} noticed by results or errors, "
+        f"{row['counts']['log']} by the log, {row['counts']['lint']} by lint; "
+        f"{row['counts']['redundant']} redundant, {row['counts']['unexplained']} unexplained "
+        f"{mark('M', source(row))}.</p>"
+        for row in run.get("mutation", [])
+    ]
+
+
 def results(source, language, css_class, options, md, **kwargs) -> str:
     """Fence `results stage=`: what ran where, every number with its mark."""
     number = _number(options["stage"])
@@ -458,7 +483,11 @@ def results(source, language, css_class, options, md, **kwargs) -> str:
     rows = [_kernel_row(run, kernel) for run in runs for kernel in run.get("kernels", [])]
     caption = f"stage {number:02d} · stages/{number:02d}/evidence.json"
     table = _table(RESULT_HEADINGS, rows, caption) if rows else ""
-    lines = [line for run in runs for line in (_tests_line(run), *_timing_lines(run))]
+    lines = [
+        line
+        for run in runs
+        for line in (_tests_line(run), *_log_lines(run), *_mutation_lines(run), *_timing_lines(run))
+    ]
     return "\n".join([table, *lines])
 
 

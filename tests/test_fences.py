@@ -305,6 +305,16 @@ def test_results_mark_every_number(pair):
     assert "rewritten from sm_100a, sm_90a" in page and "a &lt;note&gt;" in page
 
 
+def test_results_tell_of_logs_and_mutation():
+    page = fence('results stage="04"')
+    run = flash_ladder.load(4).evidence["runs"][0]
+    counts = run["mutation"][0]["counts"]
+    assert f"Left out in turn, {counts['sites']} waits, arrivals and fences" in page
+    ctas = sum(kernel["log"]["ctas"] for kernel in run["kernels"])
+    assert f"Executed log of {ctas} CTAs" in page
+    assert "Executed log" not in fence('results stage="01"')
+
+
 def test_results_bear_missing_fields(pair):
     worst = {"max_abs": 0.5, "baseline_max_abs": 0.25}
     kernels = [{"key": "bf16-d64", "worst": worst}, {}]

@@ -6,6 +6,7 @@ within tolerance, without delays and under every adversary; the log names both s
 """
 
 import json
+import pathlib
 from collections import Counter
 
 import pytest
@@ -16,6 +17,7 @@ from flash_ladder.common.device_worker import Bench
 from flash_ladder.common.executed import check_log
 from flash_ladder.common.hopper.steps import steps
 
+ROOT = pathlib.Path(__file__).parent.parent
 PROFILES = (0, *contract_gpu.ADVERSARIES)
 FENCE = '        cute.arch.fence_proxy("async.shared", space="cta")'
 ARRIVE = "        cute.arch.mbarrier_arrive(bars.o_staged.data_ptr() + tile)"
@@ -34,6 +36,22 @@ for name, problem in bench.problems.items():
         wrong += [v.name for v in contract.judge(problem, *outputs) if not v.ok]
         errors += [str(e) for log in logs for e in check_log(log, bench.plan).errors]
 print(json.dumps({"wrong": wrong, "errors": errors}))
+"""
+
+
+SHORT = """
+import conftest
+from flash_ladder import load
+from flash_ladder.common import contract_gpu, mutation
+from flash_ladder.common.hopper.run import session
+from flash_ladder.common.launch import execution
+problem = mutation.stage_problems(load(4), 64, "cuda")["least keys"]
+session(0).settings(log_clusters=1, log_units=64)
+try:
+    with execution("rewritten", log=True):
+        contract_gpu.run_problem(load(4), problem)
+except RuntimeError as fault:
+    print(fault)
 """
 
 
@@ -88,3 +106,7 @@ def test_a_fence_that_comes_too_late(bench, copy_sources, run_python):
     found = json.loads(run_python(LATE, folder, FLASH_LADDER_ARTEFACTS=""))
     assert not found["wrong"]
     assert any("fence.proxy.async by CORRECTION" in error for error in found["errors"])
+
+
+def test_a_log_that_is_too_short_is_a_fault(bench, run_python):
+    assert "LOG_OVERFLOW: the log of a cluster is full (64 units" in run_python(SHORT, ROOT)
