@@ -433,3 +433,24 @@ def test_the_page_of_the_log_shows_the_counts_of_the_evidence(number):
     shown = [counts[name] for name in ("sites", "timing", "log", "lint")]
     shown += [unseen, counts["redundant"], counts["unexplained"]]
     assert [int(cell) for cell in row.split("|")] == shown
+
+
+FAMILIES = {
+    "wait": "waits at mbarriers",
+    "arrival": "arrivals, commits",
+    "barrier": "barriers of threads",
+    "fence": "fences, `wait::ld`, `wait::st`, bulk waits",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_page_of_the_log_shows_what_is_left_out(family):
+    text = (ROOT / "docs" / "executed-log.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| {re.escape(FAMILIES[family])} \|(.+)\|$", text, re.M)
+    runs = [run for number in (2, 3, 4) for run in load(number).evidence["runs"]]
+    counts = [row["by_family"][family] for run in runs for row in run.get("mutation", [])]
+    assert len(counts) == 3
+    names = ("sites", "timing", "log", "lint", "redundant")
+    assert [int(cell) for cell in row.split("|")] == [
+        sum(row[name] for row in counts) for name in names
+    ]
