@@ -428,11 +428,11 @@ def mutate(
 def _mutate_device(stage: Stage, head_dim: int | None, progress, out: pathlib.Path | None):
     import datetime
 
-    from . import device_mutation, evidence
+    from . import device_mutation, evidence, mutation
     from .compile import CompileKey, compile_stage
     from .ptx import ptx_hash
 
-    head_dim = head_dim or stage.config.ENVELOPE.head_dims[-1]
+    head_dim = mutation.check_head_dim(stage, head_dim)
     dtype = stage.config.ENVELOPE.dtypes[0]
     key = CompileKey(stage.number, "sm_100a", dtype, head_dim).name
     kernel = compile_stage(stage, arch="sm_100a", dtype=dtype, head_dim=head_dim) if out else None
@@ -446,6 +446,7 @@ def _mutate_device(stage: Stage, head_dim: int | None, progress, out: pathlib.Pa
             "date": datetime.date.today().isoformat(),
             "command": f"flash-ladder mutate {stage.number} --device --head-dim {head_dim}",
             "counts": report.counts(),
+            "by_family": report.by_family(),
             "seconds": round(report.seconds, 1),
         }
         evidence.add_mutation(out, stage, row)

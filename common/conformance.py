@@ -2,22 +2,23 @@
 """Whether a kernel did what its model does: an executed log against a run of `model.py`.
 
 Each warp's sequence of waits, arrivals, fences, MMAs, loads and stores must be that of its role in
-the model, with the same barriers, phases, bytes, columns and tiles. Not compared: the
-initialisation of barriers, reads of the address of tensor memory, setmaxnreg, what goes through
-registers and global memory, and where inside a row of a buffer the lanes of a warp write (the
-model leaves the swizzle out). Runs: host.
+the model, with the same barriers, phases, bytes, columns and tiles. Not compared: when barriers are
+initialised, reads of the address of tensor memory, setmaxnreg, what goes through registers and
+global memory, and which words of a buffer the lanes of a warp read and write (how many, and of
+which slot, is). Runs: host.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .hopper.log import WORD, Log
+from .hopper.log import TMEM_A, WORD, Log
 from .hopper.steps import Step, steps
 from .model.notes import Note
-from .plan import Plan, Role
+from .plan import THREADS_PER_WARP, Plan, Role
 
 AROUND = 4  # steps shown before and after a mismatch
 ISSUED = ("load", "store", "reduce", "bulk.wait", "mma", "commit", "expect", "alloc", "dealloc")
@@ -79,12 +80,12 @@ def conform(
     """
     found = steps(log, plan)
     tensors = _tensors(found, notes, plan)
-    differences, lines, count = _initialised(found, plan), {}, 0
+    differences, lines, count = _initialised(found, plan) + _warps(found, plan), {}, 0
     for role in plan.roles:
         wanted = [note for note in notes if note.agent == role.name]
         for index, warp in enumerate(role.warps):
             did = list(_acts(found, warp, log, tensors))
-            should = list(_wanted(wanted, role, place))
+            should = list(_wanted(wanted, plan, role, place))
             agent = f"{role.name}.{index}" if len(role.warps) > 1 else role.name
             pairs, difference = _match(did, should, plan, role, index)
             count += len(pairs)
@@ -111,6 +112,20 @@ def _initialised(found: list[Step], plan: Plan) -> list[Difference]:
             name, f"initialised with {did.get(name)} arrivals, the plan has {should.get(name)}"
         )
         for name in wrong
+    ]
+
+
+def _warps(found: list[Step], plan: Plan) -> list[Difference]:
+    """Warps that the plan does not have, and those whose threads did not all come to an end."""
+    planned = {warp for role in plan.roles for warp in role.warps}
+    strange = sorted({step.warp for step in found} - planned)
+    ends = Counter()
+    for step in found:
+        ends[step.warp] += step.lanes.bit_count() if step.verb == "exit" else 0
+    unfinished = sorted(warp for warp in planned if ends[warp] != THREADS_PER_WARP)
+    return [
+        *[Difference(f"warp {warp}", "the plan has no such warp") for warp in strange],
+        *[Difference(f"warp {warp}", "the log does not show its end") for warp in unfinished],
     ]
 
 
@@ -141,7 +156,7 @@ def _acts(found: list[Step], warp: int, log: Log, tensors: dict[int, str]) -> It
         where, whole = f"PTX line {step.line}", step.lanes.bit_count()
         if step.verb == "bar.arrive":
             synced = after and after.verb == "bar.wait" and after.what == step.what
-            yield Act("sync" if synced else "bar.arrive", step.what, (), where)
+            yield Act("sync" if synced else "bar.arrive", step.what, step.numbers, where)
         elif step.verb == "arrive":
             arrivals, expected = step.numbers
             if expected:
@@ -149,21 +164,36 @@ def _acts(found: list[Step], warp: int, log: Log, tensors: dict[int, str]) -> It
             if arrivals:
                 yield Act("arrive", step.what, (arrivals,), where)
         elif _copies(step):
-            start, size, tensor, *coordinates = step.numbers
+            start, size, tensor, _, *coordinates = step.numbers
             barriers = tuple(barrier for barrier, _ in step.targets)
-            name = tensors.get(tensor, f"tensor {tensor}")
-            numbers = (start - log.smem, size, *barriers, name, *coordinates[:4])
+            name, columns = tensors.get(tensor, f"tensor {tensor}"), step.facts["columns"]
+            numbers = (start - log.smem, size, *barriers, name, columns, *coordinates[:3])
             yield Act(step.verb, step.what, numbers, where)
         elif step.verb == "mma":
-            reads = [(memory, _moved(memory, cells, log)) for memory, cells in step.reads]
-            numbers = (*step.numbers, *sorted(reads))
-            yield Act("mma", step.what, numbers, where)
+            yield Act("mma", step.what, _mma(step, log), where)
         elif step.verb in ("tmem.ld", "tmem.st"):
             yield Act(step.verb, step.what, (*step.numbers[:2], whole), where)
         elif step.verb == "bulk.wait":
             yield Act("bulk.wait", "read" if step.facts["read"] else "", step.numbers, where)
         elif step.verb != "bar.wait":
             yield Act(step.verb, step.what, step.numbers, where)
+
+
+def _mma(step: Step, log: Log) -> tuple:
+    """Columns of D, shape, form, where each instruction's operands start, cells of A and B."""
+    form, starts = step.instruction, []
+    for record in step.records:
+        in_tmem = record.flags & TMEM_A
+        a, b = record.words[1], record.words[3]
+        starts.append(((a & 0xFFFF) if in_tmem else _start(a, log), _start(b, log)))
+    reads = sorted((memory, _moved(memory, cells, log)) for memory, cells in step.reads)
+    unusual = [x for x in (form.negate_a, form.negate_b, form.a_mn_major) if x]
+    return (*step.numbers, form.bf16, form.b_mn_major, tuple(starts), *reads, *unusual)
+
+
+def _start(descriptor: int, log: Log) -> int:
+    """First byte of an operand, counted from the first that the plan knows."""
+    return (descriptor & 0x3FFF) * 16 - log.smem
 
 
 def _moved(memory: str, cells, log: Log):
@@ -175,7 +205,9 @@ def _moved(memory: str, cells, log: Log):
 # ---- a model's notes -----------------------------------------------------------------------
 
 
-def _wanted(notes: Sequence[Note], role: Role, place: tuple[int, int, int]) -> Iterator[Act]:
+def _wanted(
+    notes: Sequence[Note], plan: Plan, role: Role, place: tuple[int, int, int]
+) -> Iterator[Act]:
     """What each warp of a role should do; shares are those of one warp."""
     m_block, head, batch = place
     warps = len(role.warps)
@@ -190,10 +222,12 @@ def _wanted(notes: Sequence[Note], role: Role, place: tuple[int, int, int]) -> I
         elif note.verb == "mma":
             numbers = (*numbers, *sorted(note.places))
         elif note.verb in ("load", "store", "reduce"):
-            start, size, row = numbers
+            start, size, row, columns = numbers
             row += m_block * _rows(notes, note) if note.source in ("q", "out") else 0
             barriers = tuple(barrier for barrier, _ in note.places)
-            numbers = (start, size, *barriers, note.source, 0, row, head, batch)
+            numbers = (start, size, *barriers, note.source, columns, row, head, batch)
+        elif note.verb == "sync":
+            numbers = (plan.barrier(note.what.partition("[")[0]).arrivals(plan),)
         yield Act(note.verb, note.what, numbers, note.line)
 
 

@@ -33,6 +33,7 @@ from .ptx import read
 from .stage import Stage
 
 KINDS = ("result", "error", "log", "lint")
+FAMILY_COUNTS = ("sites", "timing", "log", "lint", "redundant")
 WORKERS = 10  # processes that share the GPU
 
 
@@ -49,7 +50,16 @@ class Site:
     @property
     def is_wait(self) -> bool:
         """Whether it waits at an mbarrier."""
-        return self.opcode.startswith("mbarrier.try_wait")
+        return self.opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
+
+    @property
+    def family(self) -> str:
+        """wait (at an mbarrier), arrival (or commit), barrier (of threads), fence (or own wait)."""
+        if self.is_wait:
+            return "wait"
+        if self.opcode.startswith(("mbarrier.", "tcgen05.commit")):
+            return "arrival"
+        return "barrier" if self.opcode.startswith("bar") else "fence"
 
     def __str__(self) -> str:
         return self.name or self.opcode
@@ -113,6 +123,16 @@ class Report:
             "waits_log": sum("log" in row.by for row in waits),
         }
 
+    def by_family(self) -> dict[str, dict[str, int]]:
+        """The same by what a site is: a wait at an mbarrier, an arrival, a barrier, a fence."""
+        found: dict[str, dict[str, int]] = {}
+        for row in self.verdicts:
+            counts = found.setdefault(row.site.family, dict.fromkeys(FAMILY_COUNTS, 0))
+            noticed = {"sites": True, "timing": row.timing, "redundant": not row.by}
+            for name in FAMILY_COUNTS:
+                counts[name] += noticed.get(name, name in row.by)
+        return found
+
     def summary(self) -> str:
         """Two lines."""
         n = self.counts()
@@ -141,6 +161,7 @@ class Report:
         return {
             "subject": self.name,
             "counts": self.counts(),
+            "by_family": self.by_family(),
             "complaints": self.complaints,
             "seconds": round(self.seconds, 1),
             "verdicts": rows,
@@ -164,10 +185,10 @@ def mutate(
     Raises RuntimeError on a machine that cannot execute the stage rewritten, and Unsound when
     something is wrong with everything in place.
     """
+    head_dim = mutation.check_head_dim(stage, head_dim)
     missing = contract_gpu.adversary_skip_reason(stage)
     if missing:
         raise RuntimeError(f"cannot mutate the kernel of stage {stage.tag}: {missing}")
-    head_dim = head_dim or stage.config.ENVELOPE.head_dims[-1]
     start = time.perf_counter()
     named = named_sites(stage, head_dim)
     outcomes = _outcomes(stage.number, head_dim, [site.line for site in named], workers)

@@ -84,11 +84,39 @@ def validate(evidence: dict[str, Any], stage: Stage) -> None:
         for index, kernel in enumerate(run["kernels"]):
             _object(kernel, f"run {number}, kernel {index}")
             _fields(kernel, KERNEL_FIELDS, f"run {number}, kernel {kernel.get('key')}")
-            if kernel.get("log", {}).get("clean"):
-                _fields(kernel["log"], LOG_FIELDS, f"run {number}, log of {kernel['key']}")
+            _validate_log(kernel, f"run {number}, log of {kernel['key']}")
+        if "mutation" in run:
+            _fields(run, {"mutation": list}, f"run {number}")
         for row in run.get("mutation", []):
-            _fields(row, {"kernel": str, "date": str, "counts": dict}, f"run {number}, mutation")
-            _fields(row["counts"], MUTATION_FIELDS, f"run {number}, mutation of {row['kernel']}")
+            _validate_mutation(row, run, f"run {number}, mutation")
+
+
+def _validate_log(kernel: dict[str, Any], where: str) -> None:
+    """What is said of executed logs, if anything: of clean ones how much was looked at."""
+    if "log" not in kernel:
+        return
+    _fields(kernel, {"log": dict}, where)
+    if not kernel["log"].get("clean"):
+        return
+    _fields(kernel["log"], LOG_FIELDS, where)
+    for name in ("ctas", "events", "bytes", "acts"):
+        if kernel["log"][name] < 1:
+            raise EvidenceError(f"{where}: {name} must be positive; got {kernel['log'][name]}")
+
+
+def _validate_mutation(row: Any, run: dict[str, Any], where: str) -> None:
+    """Counts that can be, of a kernel that the run has."""
+    _fields(row, {"kernel": str, "ptx_sha256": str, "date": str, "counts": dict}, where)
+    hashes = {kernel["key"]: kernel["ptx_sha256"] for kernel in run["kernels"]}
+    if hashes.get(row["kernel"]) != row["ptx_sha256"]:
+        raise EvidenceError(f"{where}: {row['kernel']} is no kernel of the run, or of other code")
+    counts = row["counts"]
+    _fields(counts, MUTATION_FIELDS, where)
+    seen = max(counts[name] for name in ("timing", "log", "lint"))
+    least = min(counts[name] for name in MUTATION_FIELDS)
+    rest = counts["redundant"] + counts["unexplained"]
+    if least < 0 or not counts["sites"] or seen + rest > counts["sites"]:
+        raise EvidenceError(f"{where} of {row['kernel']}: these counts do not add up: {counts}")
 
 
 def _object(row: Any, where: str) -> None:
@@ -99,7 +127,8 @@ def _object(row: Any, where: str) -> None:
 def _fields(row: Any, fields: dict[str, type], where: str) -> None:
     _object(row, where)
     for name, kind in fields.items():
-        if not isinstance(row.get(name), kind):
+        value = row.get(name)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise EvidenceError(f"{where}: {name} must be a {kind.__name__}; got {row.get(name)!r}")
 
 
@@ -138,11 +167,15 @@ def unlogged(stage: Stage, run: dict[str, Any]) -> list[str]:
     uses = any(stage.config.plan(head_dim).tmem for head_dim in stage.config.ENVELOPE.head_dims)
     if run["mode"] != "rewritten" or not uses:
         return []
-    found = [
-        f"{kernel['key']} has no clean log that conforms to the model"
-        for kernel in run["kernels"]
-        if not (kernel.get("log", {}).get("clean") and kernel["log"].get("conforms"))
-    ]
+    from .contract import listed_a1_edges
+
+    found, listed = [], sorted(map(list, listed_a1_edges(stage)))
+    for kernel in run["kernels"]:
+        log = kernel.get("log", {})
+        if not (log.get("clean") and log.get("conforms")):
+            found.append(f"{kernel['key']} has no clean log that conforms to the model")
+        elif sorted(log["a1_edges"]) != listed:
+            found.append(f"{kernel['key']}: its A1 edges are not those that the page lists")
     mutations = run.get("mutation", [])
     if not mutations:
         found.append("its kernel was not mutated (`flash-ladder mutate N --device`)")

@@ -12,7 +12,7 @@ at, nor are lanes of one warp held apart. Runs: host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .hopper.log import Log
@@ -123,7 +123,9 @@ class _Replay:
         self.used: set[tuple[str, str]] = set()  # (agent, barrier) whose first use is recorded
         self.groups: dict[str, list[list[str]]] = {}  # bulk groups of an agent, the open one last
         self.uncommitted: dict[str, int] = {}
-        self.columns: dict[int, int] = {}  # allocated by rank
+        self.columns: dict[int, dict[int, int]] = {}  # by rank: first column -> columns
+        self.came: dict[tuple[str, str], int] = {}  # phase at which an agent came to a barrier
+        self.complete = 0  # phases of the cluster barrier
         agents = sorted({step.agent for step in found})
         self.present, self.gone = dict.fromkeys(agents, 0), dict.fromkeys(agents, 0)  # lanes
         for agent in agents:
@@ -168,6 +170,9 @@ class _Replay:
                 self._report(f"{text} by {agent}", fence=True)
 
     def _init(self, step: Step) -> None:
+        old = self.phases.get(step.what)
+        if old and (old.pending != old.count or old.bytes):
+            self._report(f"{step.agent}: {step.op} ({self.at[1]}) in mid-phase")
         self.phases[step.what] = Phase(step.numbers[0])
         cell = self.cells.setdefault(step.what, len(self.cells))
         self.used.add((step.agent, step.what))
@@ -182,7 +187,8 @@ class _Replay:
                 f"{step.agent}: {step.op}, parity {parity} ({self.at[1]}) has passed, but phase 0 "
                 f"is not complete: {phase.pending} arrivals, {phase.bytes} bytes to come"
             )
-        self.order.wait(step.agent, step.what, *self.at, late=late)
+        scope = "relaxed" if step.facts["scope"] == "relaxed" else "cluster"
+        self.order.wait(step.agent, step.what, *self.at, scope=scope, late=late)
 
     def _arrive(self, step: Step) -> None:
         phase, (arrivals, expected) = self._phase(step, step.what), step.numbers
@@ -218,18 +224,27 @@ class _Replay:
         phase = self.phases.setdefault(step.what, Phase(step.numbers[0]))
         if phase.pending == phase.count:
             phase.count = phase.pending = step.numbers[0]
+        elif phase.count != step.numbers[0]:
+            self._report(f"{step.agent}: {step.op} for {step.numbers[0]} threads, of {phase.count}")
+        self.came[step.agent, step.what] = phase.number
         self.order.arrive(step.agent, step.what, *self.at)
         self._count(step.what, phase, step.lanes.bit_count())
 
     def _bar_wait(self, step: Step) -> None:
+        phase, came = self.phases.get(step.what), self.came.get((step.agent, step.what))
+        if came is None or phase.number <= came:
+            raise LogMismatch(f"{step.agent}: {step.op} ({self.at[1]}) has passed too early")
         self.order.wait(step.agent, step.what, *self.at)
 
     def _cluster_arrive(self, step: Step) -> None:
         scope = "relaxed" if step.facts["scope"] == "relaxed" else "cluster"
         self.order.arrive(step.agent, CLUSTER, *self.at, scope=scope)
+        self.came.setdefault((step.agent, CLUSTER), self.complete)
         self._present(step)
 
     def _cluster_wait(self, step: Step) -> None:
+        if self.came.pop((step.agent, CLUSTER), self.complete) >= self.complete:
+            raise LogMismatch(f"{step.agent}: {step.op} ({self.at[1]}) has passed too early")
         self.order.wait(step.agent, CLUSTER, *self.at)
 
     def _exit(self, step: Step) -> None:
@@ -248,6 +263,7 @@ class _Replay:
         ]
         if not missing:
             self.order.complete(CLUSTER)
+            self.complete += 1
             self.present = dict.fromkeys(self.present, 0)
 
     # ---- fences, own waits -----------------------------------------------------------------
@@ -265,7 +281,7 @@ class _Replay:
     def _bulk_wait(self, step: Step) -> None:
         """Groups are forgotten once they are read: a write after that is not looked at."""
         *closed, last = self.groups[step.agent]
-        waited = closed[: len(closed) - step.numbers[0]]
+        waited = closed[: max(0, len(closed) - step.numbers[0])]
         for strand in (strand for group in waited for strand in group):
             self.order.finish(strand, read=step.facts["read"])
         self.groups[step.agent] = [*closed[len(waited) :], last]
@@ -276,8 +292,11 @@ class _Replay:
         self._touch(step.agent, step)
 
     def _allocation(self, step: Step) -> None:
-        sign = 1 if step.verb == "alloc" else -1
-        self.columns[step.rank] = self.columns.get(step.rank, 0) + sign * step.numbers[1]
+        held, (first, columns) = self.columns.setdefault(step.rank, {}), step.numbers
+        if step.verb == "alloc":
+            held[first] = columns
+        elif held.pop(first, None) != columns:
+            self._report(f"{step.agent} frees {columns} columns at {first}, not allocated so")
         if step.facts.get("pair") and step.verb == "alloc":  # both CTAs take part, as at a barrier
             step.reads = ()
         self._touch(step.agent, step)
@@ -320,9 +339,11 @@ class _Replay:
         for agent, groups in self.groups.items():
             if any(groups):
                 self._report(f"{agent} never waited for a bulk copy out of shared memory")
-        for rank, columns in self.columns.items():
-            if columns:
-                self._report(f"CTA {rank} did not free {columns} columns of tensor memory")
+        for rank, held in self.columns.items():
+            if held:
+                self._report(
+                    f"CTA {rank} did not free {sum(held.values())} columns of tensor memory"
+                )
 
 
 VERBS: dict[str, Callable[[_Replay, Step], None]] = {
@@ -351,8 +372,3 @@ VERBS: dict[str, Callable[[_Replay, Step], None]] = {
     "store": _Replay._store,
     "reduce": _Replay._store,
 }
-
-
-def worst(verdicts: Iterable[Verdict]) -> list[Finding]:
-    """The errors of several logs, each once."""
-    return list(dict.fromkeys(row for verdict in verdicts for row in verdict.errors))

@@ -23,7 +23,7 @@ RULES = {
     "tmem-fence-before": "TMEM handed over without tcgen05.fence::before_thread_sync",
     "tmem-fence-after": "TMEM taken over without tcgen05.fence::after_thread_sync",
     "proxy-fence": "shared memory written by threads, handed to MMA or bulk copy unfenced",
-    "mbarrier-init": "mbarrier.init not followed by fence.mbarrier_init before the next signal",
+    "mbarrier-init": "mbarrier.init without fence.mbarrier_init where MMAs or copies will arrive",
     "bulk-wait": "a bulk copy out of shared memory not waited for before the thread ends",
     "tmem-alloc": "tcgen05.alloc without dealloc or relinquish, or of an impossible size",
 }
@@ -49,6 +49,7 @@ _MMA = re.compile(r"tcgen05\.(mma|cp)\b")
 _BULK_FROM_SHARED = re.compile(r"cp\.(reduce\.)?async\.bulk(?!.*shared::cluster\.global).*\.shared")
 _TILE_STORE = re.compile(r"st\.(\w+\.)*?shared(::\w+)?\.(\w+\.)*v[248]\b|stmatrix|st\.async")
 _PROXY_FENCE = re.compile(r"fence\.proxy\.async(\.shared::(cta|cluster))?$|fence\.proxy\.async::")
+_ASYNC_ARRIVAL = re.compile(r"tcgen05\.commit|cp\.async\.bulk.*mbarrier")
 _READER_WINDOW = 400  # statements after a wait in which an MMA or a bulk copy counts as its reader
 
 
@@ -77,6 +78,7 @@ class _Scan:
         self.suspect: Finding | None = None  # an unfenced hand-over, unless a fenced one follows
         self.suspect_fenced = False
         self.forget()
+        self.async_arrivals = any(_ASYNC_ARRIVAL.match(s.opcode) for s in self.statements)
         self.handover, self.async_read = self._handover_barriers(), self._async_read_barriers()
 
     def forget(self):
@@ -191,7 +193,7 @@ class _Scan:
 
     def _mbarriers_and_bulk(self, statement: Statement):
         opcode = statement.opcode
-        if opcode.startswith("mbarrier.init"):
+        if opcode.startswith("mbarrier.init") and self.async_arrivals:
             self.inits = statement
         elif opcode.startswith("fence.mbarrier_init") or _PROXY_FENCE.match(opcode):
             self.inits = None
@@ -203,7 +205,7 @@ class _Scan:
             self.bulk = statement
         elif opcode.startswith("cp.async.bulk.wait_group"):
             self.bulk = None
-        elif self.bulk and opcode.split(".")[0] in ("ret", "exit"):
+        elif self.bulk and opcode.split(".")[0] in ("ret", "exit") and not statement.predicate:
             message = f"ends with the bulk copy of line {self.bulk.line} not waited for"
             self._report("bulk-wait", statement, message)
             self.bulk = None

@@ -237,6 +237,15 @@ def stage_subject(stage: Stage, head_dim: int | None = None) -> Subject:
     return Subject(f"stage {stage.tag}, head dim {head_dim}", problems, redundant)
 
 
+def check_head_dim(stage: Stage, head_dim: int | None) -> int:
+    """`head_dim`, or the envelope's last when None; ValueError for one that it does not have."""
+    allowed = stage.config.ENVELOPE.head_dims
+    if head_dim is not None and head_dim not in allowed:
+        known = ", ".join(map(str, allowed))
+        raise ValueError(f"stage {stage.tag} has head dims {known}; got {head_dim}")
+    return allowed[-1] if head_dim is None else head_dim
+
+
 def stage_problems(
     stage: Stage, head_dim: int | None = None, device: str = "cpu", dtype: str | None = None
 ) -> dict[str, inputs.Problem]:
@@ -244,11 +253,7 @@ def stage_problems(
 
     dtype: the envelope's first when None.
     """
-    envelope = stage.config.ENVELOPE
-    head_dim = envelope.head_dims[-1] if head_dim is None else head_dim
-    if head_dim not in envelope.head_dims:
-        allowed = ", ".join(map(str, envelope.head_dims))
-        raise ValueError(f"stage {stage.tag} has head dims {allowed}; got {head_dim}")
+    envelope, head_dim = stage.config.ENVELOPE, check_head_dim(stage, head_dim)
     plan, tile_n = stage.config.plan(head_dim), stage.config.TILE_N[head_dim]
     tiles = 1 + WRAPS * max((row.stages for row in plan.barriers), default=1)
     unit, tile_m = envelope.seqlen_multiple, stage.config.TILE_M

@@ -25,7 +25,7 @@ from tests.recorded_logs import (
 )
 
 LEAST = [name for name in NAMES if name.endswith("least")]
-NOT_COMPARED = {"fence mbarrier_init", "fence bulk.commit", "read barriers", "exit"}
+NOT_COMPARED = {"fence mbarrier_init", "fence bulk.commit", "read barriers"}  # nor exit
 NAME = "04-grid"  # where one log is enough
 
 
@@ -106,7 +106,7 @@ def test_lines_of_the_ptx_stand_for_lines_of_the_model(name):
 
 
 def _silent(step) -> bool:
-    return step.op in NOT_COMPARED or step.verb == "init"
+    return step.op in NOT_COMPARED or step.verb in ("init", "exit")
 
 
 def _waits_of_named_barriers(name: str) -> set[int]:
@@ -237,7 +237,52 @@ def test_a_descriptor_that_points_to_another_slot(word):
     (difference,) = _conform(NAME, _changed(NAME, place, **{word: value + size // 16})).differences
     kernel, model = _shown(difference)
     assert difference.agent == "MMA" and "'smem'" in kernel and kernel.startswith("mma S0 ")
-    assert kernel.partition("'smem'")[0] == model.partition("'smem'")[0]
+    assert kernel.partition("((")[0] == model.partition("((")[0]
+
+
+def test_chunks_of_an_operand_that_are_crossed():
+    """A's first 16 columns against B's second and the other way round: the union is the same."""
+    events = log_of(NAME).events
+    first, second = [i for i, e in enumerate(events) if e.kind == Kind.MMA][:2]
+    b, other = events[first].words[3], events[second].words[3]
+    rows = list(events)
+    rows[first] = replace(rows[first], words=_with(rows[first].words, 3, other))
+    rows[second] = replace(rows[second], words=_with(rows[second].words, 3, b))
+    (difference,) = _conform(NAME, rows).differences
+    assert difference.agent == "MMA"
+
+
+def _with(words, at, value):
+    return (*words[:at], value, *words[at + 1 :])
+
+
+@pytest.mark.parametrize("word", [5, 6, 7, 8])
+def test_a_second_box_from_somewhere_else(word):
+    """Another column, row, head or batch for the second half of a tile's rows."""
+    events = log_of("04-grid").events
+    place = [i for i, e in enumerate(events) if e.kind == Kind.LOAD][1]
+    moved = replace(events[place], words=_with(events[place].words, word, 128))
+    rows = (*events[:place], moved, *events[place + 1 :])
+    assert not _conform("04-grid", rows).exact
+
+
+def test_a_negated_operand():
+    place = _first(NAME, Kind.MMA)
+    instruction = log_of(NAME).events[place].words[5]
+    events = [
+        replace(e, words=_with(e.words, 5, e.words[5] | 1 << 13)) if e.kind == Kind.MMA else e
+        for e in log_of(NAME).events
+    ]
+    assert instruction and not _conform(NAME, events).exact
+
+
+def test_a_warp_outside_the_plan_and_one_without_an_end():
+    events = log_of(NAME).events
+    strange = _conform(NAME, (*events, replace(events[-1], warp=16)))
+    assert str(strange.differences[0]) == "warp 16: the plan has no such warp"
+    ends = [i for i, e in enumerate(events) if e.kind == Kind.EXIT]
+    unfinished = _conform(NAME, events[: ends[0]] + events[ends[0] + 1 :])
+    assert [d.text for d in unfinished.differences] == ["the log does not show its end"]
 
 
 def test_an_mma_with_another_accumulator_shape_or_beginning():

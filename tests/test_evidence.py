@@ -53,7 +53,7 @@ LOG = {
     "events": 1000,
     "bytes": 40000,
     "acts": 700,
-    "a1_edges": [["mma O0", "mma S0"]],
+    "a1_edges": [["O0", "S0"], ["O1", "S1"]],  # as stage 04's page lists them
 }
 MUTATION = {
     "kernel": "01-sm_90a-float16-d64",
@@ -170,7 +170,7 @@ def test_every_field_of_a_mutation_is_needed(stage, field):
 @pytest.mark.parametrize("field", evidence.MUTATION_FIELDS)
 def test_every_count_of_a_mutation_is_needed(stage, field):
     counts = {name: value for name, value in MUTATION["counts"].items() if name != field}
-    with pytest.raises(EvidenceError, match=f"mutation of 01-.*: {field} must be a int; got None"):
+    with pytest.raises(EvidenceError, match=f"run 0, mutation: {field} must be a int; got None"):
         validate(_evidence(_run(mutation=[{**MUTATION, "counts": counts}])), stage)
 
 
@@ -250,10 +250,38 @@ def test_a_mutation_goes_to_the_newest_rewritten_run_of_its_ptx(stage, tmp_path)
 
 def test_a_mutation_replaces_one_of_the_same_kernel(stage, tmp_path):
     path = _file(tmp_path, _run(mode="rewritten"))
-    later, other = {**MUTATION, "date": "2026-02-02"}, {**MUTATION, "kernel": "another"}
-    for row in (MUTATION, other, later):
+    later = {**MUTATION, "date": "2026-02-02"}
+    for row in (MUTATION, later):
         add_mutation(path, stage, row)
-    assert json.loads(path.read_text())["runs"][0]["mutation"] == [other, later]
+    assert json.loads(path.read_text())["runs"][0]["mutation"] == [later]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernel": "another"},
+        {"ptx_sha256": "1" * 64},
+        {"counts": {**MUTATION["counts"], "sites": 0}},
+        {"counts": {**MUTATION["counts"], "redundant": -1}},
+        {"counts": {**MUTATION["counts"], "redundant": 1}},  # 9 noticed of 9
+        {"counts": {**MUTATION["counts"], "log": True}},
+    ],
+)
+def test_a_mutation_that_cannot_be_is_refused(stage, changes):
+    with pytest.raises(EvidenceError, match="run 0, mutation"):
+        validate(_evidence(_run(mutation=[{**MUTATION, **changes}])), stage)
+
+
+@pytest.mark.parametrize("log", [None, [1], {**LOG, "acts": 0}, {**LOG, "ctas": True}])
+def test_a_log_that_cannot_be_is_refused(stage, log):
+    with pytest.raises(EvidenceError, match="run 0, log of 01-"):
+        validate(_evidence(_run(kernel={"log": log})), stage)
+
+
+def test_mutations_are_a_list(stage):
+    for wrong in (None, 3):
+        with pytest.raises(EvidenceError, match="mutation must be a list"):
+            validate(_evidence(_run(mutation=wrong)), stage)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +303,7 @@ def test_a_mutation_of_what_never_ran_is_refused(stage, tmp_path, run):
 def test_a_mutation_without_a_count_is_not_written(stage, tmp_path):
     path = _file(tmp_path, _run(mode="rewritten"))
     before = path.read_bytes()
-    with pytest.raises(EvidenceError, match=r"mutation of 01-.*: sites must be a int; got None"):
+    with pytest.raises(EvidenceError, match="run 0, mutation: sites must be a int; got None"):
         add_mutation(path, stage, {**MUTATION, "counts": {}})
     assert path.read_bytes() == before
 
@@ -388,8 +416,11 @@ def test_a_rewritten_run_without_logs_is_stale(dsl, recorded):
         f"{recorded['date']}: {kernel.key.name} has no clean log that conforms to the model",
         f"{recorded['date']}: its kernel was not mutated (`flash-ladder mutate N --device`)",
     ]
-    recorded["kernels"][0]["log"], recorded["mutation"] = LOG, [MUTATION]
+    recorded["kernels"][0]["log"], recorded["mutation"] = {**LOG, "a1_edges": []}, [MUTATION]
     assert stale(stage, {"runs": [recorded]}) == []
+    recorded["kernels"][0]["log"] = LOG
+    (reason,) = stale(stage, {"runs": [recorded]})
+    assert reason.endswith("its A1 edges are not those that the page lists")
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
@@ -402,3 +433,24 @@ def test_the_page_of_the_log_shows_the_counts_of_the_evidence(number):
     shown = [counts[name] for name in ("sites", "timing", "log", "lint")]
     shown += [unseen, counts["redundant"], counts["unexplained"]]
     assert [int(cell) for cell in row.split("|")] == shown
+
+
+FAMILIES = {
+    "wait": "waits at mbarriers",
+    "arrival": "arrivals, commits",
+    "barrier": "barriers of threads",
+    "fence": "fences, `wait::ld`, `wait::st`, bulk waits",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_page_of_the_log_shows_what_is_left_out(family):
+    text = (ROOT / "docs" / "executed-log.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| {re.escape(FAMILIES[family])} \|(.+)\|$", text, re.M)
+    runs = [run for number in (2, 3, 4) for run in load(number).evidence["runs"]]
+    counts = [row["by_family"][family] for run in runs for row in run.get("mutation", [])]
+    assert len(counts) == 3
+    names = ("sites", "timing", "log", "lint", "redundant")
+    assert [int(cell) for cell in row.split("|")] == [
+        sum(row[name] for row in counts) for name in names
+    ]

@@ -213,9 +213,15 @@ def test_a_register_is_used_before_its_load_is_waited_for():
 
 def test_barriers_are_published_behind_a_fence():
     init, fence = "mbarrier.init.shared.b64 [barriers], 1;", "fence.mbarrier_init.release.cluster;"
-    assert rules([init, fence, "bar.sync 0, 128;"]) == []
-    assert rules([init, PROXY, "bar.sync 0, 128;"]) == []
-    assert rules([init, "bar.sync 0, 128;", fence]) == ["mbarrier-init"]
+    assert rules([init, fence, "bar.sync 0, 128;", COMMIT]) == []
+    assert rules([init, PROXY, "bar.sync 0, 128;", COMMIT]) == []
+    assert rules([init, "bar.sync 0, 128;", fence, COMMIT]) == ["mbarrier-init"]
+    assert rules([init, "bar.sync 0, 128;", ARRIVE_P]) == []  # threads alone arrive
+
+
+def test_a_return_of_others_is_no_end():
+    guarded = ["@%p1 " + BULK, "@%p1 " + GROUP, "@!%p1 ret;", WAIT_GROUP]
+    assert rules(guarded) == []
 
 
 def test_lints_stay_silent_on_what_is_allowed():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..plan import TMEM_COLUMNS
 from .engine import LOG_HEADER, LOG_UNIT
 
 NO_WORD = 0xFFFF  # of a lane that took no part
@@ -38,8 +39,8 @@ class Kind(enum.IntEnum):
     ALLOC = 9  # a: column, b: columns, c: where the address was written
     DEALLOC = 10  # a: column, b: columns
     MMA = 11  # a: D, then descriptors of A (or its address) and B, instruction, accumulate
-    LOAD = 12  # a: destination, b: barrier, c: bytes, d: tensor, then coordinates
-    STORE = 13  # a: source, c: bytes, d: tensor, then coordinates
+    LOAD = 12  # a: destination, b: barrier, c: bytes, d: tensor, e: fifth coordinate, the others
+    STORE = 13  # a: source, then as LOAD
     REDUCE = 14  # as STORE
     COPY = 15  # to the peer's shared memory; a: source, b: destination, c: bytes, f: barrier
     READ = 16  # a: bytes of a lane | rank of the CTA << 16, then each lane's first word
@@ -70,6 +71,8 @@ UNITS |= dict.fromkeys(
     (Kind.FENCE, Kind.CLUSTER_ARRIVE, Kind.CLUSTER_WAIT, Kind.BULK_WAIT, Kind.EXIT), 1
 )
 OTHERS = 2  # units of the other kinds
+COPIES = (Kind.LOAD, Kind.STORE, Kind.REDUCE, Kind.COPY)
+MAX_COPY = 1 << 18  # bytes: more than a CTA's shared memory
 SHARED = (Kind.READ, Kind.WRITE, Kind.UPDATE)
 
 
@@ -145,10 +148,26 @@ def _events(body: np.ndarray) -> Iterator[Event]:
             cells = tuple(sorted({int(x) + i for x in first[first != NO_WORD] for i in words}))
         else:
             rest = tuple(word for row in rows[at + 1 : at + units] for word in row)
+        _check_words(kind, at, (a, *rest), cells)
         yield Event(
             kind, what >> 8 & 0xFF, what >> 16 & 0xFF, what >> 24, line, lanes, (a, *rest), cells
         )
         at += units
+
+
+def _check_words(kind: Kind, at: int, words: tuple[int, ...], cells: tuple[int, ...]) -> None:
+    """LogError for what no kernel can have done; the reader relies on it."""
+    columns = {Kind.LOAD_TMEM, Kind.STORE_TMEM, Kind.ALLOC, Kind.DEALLOC}
+    wrong = (
+        (kind == Kind.FENCE and words[0] >= len(FENCES))
+        or (kind in SHARED and not cells)
+        or (kind in columns and not 0 < words[1] <= TMEM_COLUMNS)
+        or (kind in columns and words[0] & 0xFFFF >= TMEM_COLUMNS)
+        or (kind in COPIES and not 0 < words[2] <= MAX_COPY)
+        or (kind == Kind.WAIT and words[1] > 1)
+    )
+    if wrong:
+        raise LogError(f"unit {at}: {kind.name} of {', '.join(map(hex, words))} cannot be")
 
 
 def _merged(events: Iterator[Event]) -> list[Event]:

@@ -87,7 +87,7 @@ def with_log(context: Context, statement: Statement, found: list[Rule], text: st
         if not rule.after:
             rule.emit(scope, statement, context)
     scope.add(text)
-    done = statement.operands[0] if Kind.WAIT in map(_kind_of_wait, found) else None
+    done = statement.operands[0] if any(rule.emit is _wait for rule in found) else None
     for rule in found:
         if rule.after:
             if done:
@@ -98,10 +98,6 @@ def with_log(context: Context, statement: Statement, found: list[Rule], text: st
         if done:
             scope.add(f"setp.eq.b32 {done}, 0, 0;")
     return scope.add(f"{end}:").text()
-
-
-def _kind_of_wait(rule: Rule) -> Kind | None:
-    return Kind.WAIT if rule.emit is _wait else None
 
 
 # ---- calls ---------------------------------------------------------------------------------
@@ -337,7 +333,8 @@ def _shared(scope: Scope, statement: Statement, context: Context) -> None:
         [operand for operand in statement.operands if operand.startswith("[")],
     )
     kind = {"ld": Kind.READ, "st": Kind.WRITE}.get(verb, Kind.UPDATE)
-    size = int(re.search(r"\.[bfsux]*(\d+)(x2)?$", statement.opcode)[1]) // 8
+    width, packed = re.search(r"\.[bfsu]*(\d+)(x2)?$", statement.opcode).groups()
+    size = int(width) // 8 * (2 if packed else 1)
     vectors = re.search(r"\.v(\d)\.", statement.opcode)
     _log_shared(scope, statement, kind, place, size * int(vectors[1] if vectors else 1), 32)
 

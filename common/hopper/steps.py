@@ -108,6 +108,7 @@ class Step:
     reads: tuple[tuple[str, Intervals], ...] = ()
     writes: tuple[tuple[str, Intervals], ...] = ()
     facts: dict = field(default_factory=dict)
+    instruction: InstructionDescriptor | None = None  # of an MMA
     records: list[Event] = field(default_factory=list)
 
     @property
@@ -198,6 +199,8 @@ class _Reader:
         ranks = [rank for rank in range(self.log.ctas) if mask >> rank & 1]
         if mask == ALONE:
             ranks = [barrier >> 24]
+        if not ranks:
+            raise ValueError(f"PTX line {event.line}: a commit with mask {mask:#x} reaches no CTA")
         places = [self._barrier(barrier & OFFSET | rank << 24) for rank in ranks]
         step.verb, step.what = "commit", ", ".join(places)
         step.targets = tuple((place, 1) for place in places)
@@ -249,14 +252,17 @@ class _Reader:
             step.writes += ((tmem, d_cells),)
         shape = (instruction.m, instruction.n)
         step.facts = {"cta_group": 2 if pair else 1, "accumulator": d_cells, "shape": shape}
+        step.instruction = instruction
 
     def _copy(self, step: Step, event: Event) -> None:
         smem, other, _, tensor = event.words[:4]
         size = sum(record.words[2] for record in step.records)
         number = self.tensors.setdefault(tensor, len(self.tensors)) if tensor else -1
         coordinates = event.words[5:9]
+        columns = tuple(record.words[5] for record in step.records)  # of each box
         step.what = self.names.shared(smem & OFFSET)
         step.numbers = (smem & OFFSET, size, number, *coordinates)
+        step.facts = {"columns": columns}
         memory = f"smem{self._suffix(smem >> 24 if self.pair else 0)}"
         place = ((memory, span(smem & OFFSET, size)),)
         step.verb = {Kind.LOAD: "load", Kind.STORE: "store", Kind.REDUCE: "reduce"}[event.kind]
@@ -344,12 +350,17 @@ def _joins(group: list[Event], event: Event) -> bool:
     if event.kind in (Kind.LOAD_TMEM, Kind.STORE_TMEM):
         return a[2] == b[2] and a[0] + a[1] == b[0]
     if event.kind == Kind.LOAD:
-        return a[1] == b[1] and a[3] == b[3] and a[0] + a[2] == b[0]
+        return a[1] == b[1] and a[0] + a[2] == b[0] and _next_box(a, b)
     if event.kind in (Kind.STORE, Kind.REDUCE):
-        return a[3] == b[3] and a[0] + a[2] == b[0]
+        return a[0] + a[2] == b[0] and _next_box(a, b)
     if event.kind in (Kind.READ, Kind.WRITE):
         return a[0] >> 16 == b[0] >> 16
     return False
+
+
+def _next_box(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether the second copy is of the same tensor and rows, columns further on."""
+    return a[3] == b[3] and a[4] == b[4] and a[6:] == b[6:] and b[5] > a[5]
 
 
 def _operand(records: list[Event], word: int, instruction, is_a: bool, rows: int) -> Intervals:
@@ -385,4 +396,4 @@ def _tmem_operand(records: list[Event]) -> Intervals:
     return joined(cells)
 
 
-__all__ = ["InstructionDescriptor", "Names", "Step", "joined", "span", "steps"]
+__all__ = ["Names", "Step", "joined", "span", "steps"]

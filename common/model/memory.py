@@ -135,6 +135,24 @@ class Slot:
         return self.buffer.smem.name
 
     @property
+    def block_columns(self) -> tuple[int, ...]:
+        """First column of each block of the rows as stored, which is what one TMA box brings."""
+        wide = self._block // self.buffer.dtype.itemsize
+        return tuple(range(self.columns[0], self.columns[1], wide))
+
+    def starts(self, step: int) -> list[int]:
+        """First byte of each `step` columns as read, of the first row: what descriptors point to.
+
+        A slot as stored has them along its rows, in blocks; a transposed one has a row for each.
+        """
+        item, block, all_rows = self.buffer.dtype.itemsize, self._block, (1, *self.buffer.shape)[-2]
+        if self.transposed:
+            rows = range(self.rows[0], self.rows[1], step)
+            return [self.start + row * block for row in rows]
+        columns = range(self.columns[0] * item, self.columns[1] * item, step * item)
+        return [self.start + at // block * block * all_rows + at % block for at in columns]
+
+    @property
     def cells(self) -> Intervals:
         """Intervals of cells, for the ordering checker."""
         item, block, all_rows = self.buffer.dtype.itemsize, self._block, (1, *self.buffer.shape)[-2]

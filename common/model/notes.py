@@ -20,6 +20,6 @@ class Note:
     verb: str
     what: str
     line: str
-    numbers: tuple[int, ...] = ()
-    places: tuple[tuple[str, Intervals], ...] = ()  # (memory, cells) of an MMA's A, B and D
+    numbers: tuple = ()
+    places: tuple[tuple[str, Intervals], ...] = ()  # (memory, cells) of an MMA's A and B
     source: str = ""  # of a copy: the tensor

@@ -20,7 +20,7 @@ from .copies import BulkCopy
 from .memory import Global, Slot, Tile, as_tile
 from .notes import Note
 from .source import caller_line
-from .tensor import Mma
+from .tensor import MMA_K, Mma
 from .tmem import QUARTERS, TmemView
 
 if TYPE_CHECKING:
@@ -254,7 +254,9 @@ class Role:
         mma.check()
         facts = {"cta_group": 2 if pair else 1, "accumulator": d.cells, "shape": shape}
         strand = self.order.issue(self.agent, "mma", op, line, **facts)
-        numbers = (d.column, d.columns, int(accumulate), *shape)
+        bf16, b_turned = b.buffer.dtype == torch.bfloat16, b.transposed
+        starts = tuple(zip(a.starts(MMA_K), b.starts(MMA_K)))  # of A and B, by instruction
+        numbers = (d.column, d.columns, int(accumulate), *shape, bf16, b_turned, starts)
         places = ((a.memory, a.cells), (b.memory, b.cells))
         self.sm.notes.append(Note(self.agent, "mma", d.name, line, numbers, places))
         for sm in self.sm.pair.sms if pair else [self.sm]:
@@ -403,8 +405,8 @@ class Role:
         self.sm.notes.append(Note(self.agent, verb, what, line, numbers))
 
     def _note_copy(self, verb: str, slot: Slot, tile: Tile, line: str, barrier: str = "") -> None:
-        """numbers: first byte, bytes, first row of the tile; the barrier is its only place."""
-        numbers = (slot.start, slot.bytes, tile.rows[0])
+        """numbers: first byte, bytes, first row of the tile, first columns of its boxes."""
+        numbers = (slot.start, slot.bytes, tile.rows[0], slot.block_columns)
         places = ((barrier, ()),) if barrier else ()
         name = tile.source.name
         self.sm.notes.append(Note(self.agent, verb, slot.name, line, numbers, places, name))

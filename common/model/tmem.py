@@ -120,6 +120,10 @@ class TmemView:
         """Name of the memory for the ordering checker."""
         return self.tmem.name
 
+    def starts(self, step: int) -> list[int]:
+        """First 32-bit column of each `step` values of a lane."""
+        return list(range(self.column, self.column + self.columns, step * self.dtype.itemsize // 4))
+
     @property
     def cells(self) -> tuple[tuple[int, int], ...]:
         """Intervals of cells (column * 4 + quarter), for the ordering checker."""
