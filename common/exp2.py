@@ -36,8 +36,9 @@ a pattern with the sign bit set (NaN). These variants are clamped at -126, and s
 Note [Monotone]
 For p0 = 1 with positive coefficients the result never falls when x rises, over all x < 128: each
 product and sum of Horner's scheme has positive operands and rounding is monotone, so p is; x - n
-is; and from one integer to the next p(1) <= 2 p(0), in bits as well. `monotone` checks these three
-conditions. The nearest variant fails the last one: p(1/2) may exceed 2 p(-1/2) in float32.
+is; and from one integer to the next p(1) <= 2 p(0), which the integer addition keeps, subnormal
+results included. `monotone` checks the conditions on p. For the nearest variant, whose fractions
+can be negative, nothing is claimed.
 """
 
 from __future__ import annotations
@@ -144,8 +145,8 @@ def exhaustive(
     tallies = {name: Tally() for name in ("ideal", *polynomials)}
     for piece, weight in pieces(variant, stride, literal):
         _visit(tallies, polynomials, piece, weight * stride)
-        if not piece.size or int(float32.bits(piece[:1])[0]) & ((1 << MANTISSA) - 1) == 0:
-            progress(f"from {piece[0]:.3e}")
+        if float32.bits(piece[0]) % (1 << MANTISSA) == 0:
+            progress(f"fractions from {piece[0]}")
     return {name: tally.result() for name, tally in tallies.items()}
 
 

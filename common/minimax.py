@@ -20,13 +20,12 @@ is counted by `exp2.exhaustive`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import mpmath
 from mpmath import iv, mp, mpf
 
 DIGITS = 60  # decimal, of every computation here
@@ -69,6 +68,29 @@ PUBLISHED = {
         1.86810153536498546600341796875e-3,
     ),
 }
+COEFFICIENTS = {  # variant: degree: float32 values, p0 first; derived, by exp2_search
+    "one": {
+        1: "0x1p+0 0x1.d8dc6ep-1",
+        2: "0x1p+0 0x1.54f8d6p-1 0x1.51d9cap-2",
+        3: "0x1p+0 0x1.63e658p-1 0x1.d2379p-3 0x1.3baaa6p-4",
+        4: "0x1p+0 0x1.62d6c6p-1 0x1.ee2454p-3 0x1.abf852p-5 0x1.b7f76p-7",
+        5: "0x1p+0 0x1.62e4bap-1 0x1.ebdb5ap-3 0x1.c91d56p-5 0x1.2774dap-7 0x1.e98376p-10",
+    },
+    "free": {
+        1: "0x1.f0bb46p-1 0x1.f0bb46p-1",
+        2: "0x1.007108p+0 0x1.50b5bap-1 0x1.594826p-2",
+        3: "0x1.fff632p-1 0x1.64444ep-1 0x1.cefc4ap-3 0x1.3f9692p-4",
+        4: "0x1.00002cp+0 0x1.62d16p-1 0x1.ee7984p-3 0x1.aa1598p-5 0x1.bb77c6p-7",
+        5: "0x1.fffffep-1 0x1.62e4fp-1 0x1.ebd5aep-3 0x1.c957b6p-5 0x1.267694p-7 0x1.ec97fp-10",
+    },
+    "nearest": {
+        1: "0x1.076e82p+0 0x1.5f3ep-1",
+        2: "0x1.001d0ap+0 0x1.682a52p-1 0x1.e84d6ep-3",
+        3: "0x1.fff692p-1 0x1.62f316p-1 0x1.f0de1p-3 0x1.c3f882p-5",
+        4: "0x1.ffffe8p-1 0x1.62e0dep-1 0x1.ec06d2p-3 0x1.ca13e4p-5 0x1.3994ep-7",
+        5: "0x1.000002p+0 0x1.62e424p-1 0x1.ebf914p-3 0x1.c6bc3p-5 0x1.3d047cp-7 0x1.59d546p-10",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -105,6 +127,15 @@ def variant(name: str) -> tuple[tuple, bool]:
     if name not in VARIANTS:
         raise ValueError(f"no variant {name!r}; allowed: {', '.join(VARIANTS)}")
     return VARIANTS[name]
+
+
+def coefficients(degree: int, name: str = "one") -> tuple[float, ...]:
+    """The float32 coefficients (p0 first) that kernels use; found by `exp2_search.search`.
+
+    Raises TypeError or ValueError for other degrees and names, as `minimax` does.
+    """
+    _check(degree, variant(name)[0], {})
+    return tuple(float.fromhex(text) for text in COEFFICIENTS[name][degree].split())
 
 
 def minimax(degree: int, name: str = "one") -> Minimax:
@@ -165,7 +196,7 @@ def certify(coefficients: Sequence, domain: tuple = UNIT, *, fixed: int = 0) -> 
         kept = [e for e in found if _magnitude_below(e) > 0]  # p0 = 1: none at 0
         signs = [1 if e.a > 0 else -1 for e in kept]
         enough = len(kept) >= degree + 2 - fixed
-        alternate = all(a == -b for a, b in zip(signs, signs[1:]))
+        alternate = all(a == -b for a, b in itertools.pairwise(signs))
         proven = min(_magnitude_below(e) for e in kept) if enough and alternate else mpf(0)
     return Certificate(below, above, proven)
 
@@ -292,3 +323,9 @@ def _check(degree: int, domain: tuple, fixed: Mapping) -> None:
         raise ValueError(
             f"fixed coefficients must be some, not all, of 0 to {degree}; got {sorted(fixed)}"
         )
+
+
+if __name__ == "__main__":
+    from .exp2_study import main
+
+    main()
