@@ -14,13 +14,14 @@ import re
 import sys
 from importlib.metadata import version
 
-from . import roofline
+from . import exp2_study, roofline
 from .timeline import require_altair
 
 DRAWN_BY = ("altair", "vl-convert-python")
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "docs" / "img"
 FIGURES = {  # file: what it shows as data, and how it is drawn
     "roofline.svg": (roofline.plot_rows, roofline.chart),
+    "exp2-error.svg": (exp2_study.plot_rows, exp2_study.chart),
 }
 
 
