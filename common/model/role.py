@@ -252,7 +252,7 @@ class Role:
         line, op = caller_line(), op or f"mma {d.name}"
         mma = Mma(self, d, a, b, accumulate, shape, pair, op, tile, line, self.env.event())
         mma.check()
-        facts = {"cta_group": 2 if pair else 1, "accumulator": d.cells, "shape": shape}
+        facts = {"cta_group": 2 if pair else 1, "accumulator": d.cells, "shape": shape[:2]}
         strand = self.order.issue(self.agent, "mma", op, line, **facts)
         bf16, b_turned = b.buffer.dtype == torch.bfloat16, b.transposed
         starts = tuple(zip(a.starts(MMA_K), b.starts(MMA_K)))  # of A and B, by instruction

@@ -14,11 +14,13 @@ Q_TILES = 2  # query tiles of a CTA
 TILE_N = {64: 128, 128: 128}  # keys of a tile by head dim
 KV_STAGES = {64: 6, 128: 3}  # slots of the ring that K and V share
 CHUNK = 32  # columns of tensor memory that one load or store moves
-EMULATED = {64: (4, 6, 6, 4), 128: (0, 4, 4, 0)}  # pairs of each CHUNK of a row on FMA units
+EMULATED = {64: (7, 7, 5, 0), 128: (0, 4, 2, 6)}  # of each CHUNK, pairs on the FMA units
 P_FIRST = 3  # CHUNKs of P that are handed over first
 FLOOR = 1.5 * 2.0**23  # added to |x| < 2**22, rounded down: leaves floor(x) in the low bits
 SMALLEST = -127.0  # 2**x is 0 from here on
-POLYNOMIAL = (1.0, 0.695146143436431884765625, 0.227564394474029541015625, 0.077119089663028717041015625)
+POLYNOMIAL = tuple(  # 2**f on [0, 1], lowest power first: common.minimax.coefficients(3)
+    map(float.fromhex, ("0x1p+0", "0x1.63e658p-1", "0x1.d2379p-3", "0x1.3baaa6p-4"))
+)
 COPY_BYTES = 16  # one shared-memory store of a thread
 TMEM_COLUMNS = 512
 TMEM_S, TMEM_P, TMEM_O = (0, 128), (64, 192), (256, 384)  # first columns by query tile
@@ -134,7 +136,8 @@ DECLARED = {
         "mma_ss": 4 * head_dim // 16,  # QK of two tiles, first and in the loop
         "mma_ts": 4 * tile_n // 16,  # PV of two tiles, in the loop and last
         "ex2": 2 * (tile_n + 1 - 2 * sum(EMULATED[head_dim])),  # two softmax warpgroups
-        "max": 2 * tile_n,
+        "max": 2 * (tile_n + 2 * sum(EMULATED[head_dim])),  # row maxima; clamps
+        "floor_adds": 4 * sum(EMULATED[head_dim]),
         "mbarrier_waits": 37,  # one for each wait in the sources, unrolled by tile
         "mbarrier_arrives": 22,
         "commits": 9,
@@ -144,11 +147,12 @@ DECLARED = {
         "proxy_fences": 2,  # before the stores of O
         "init_fences": 1,
         "tmem_deallocs": 1,
-        "slots_per_element": ("<=", 4.1),
+        "slots_per_element": ("<=", 4.1 if head_dim == 128 else 4.6),
+        "tile_cycles_mufu": ("<=", 840 if head_dim == 128 else 744),
         "mma_warp_issue": ("<=", 250),
         "correction_issue": ("<=", 95),
         "tile_cycles_smem": ("<=", 772),
-        "tensor_ceiling": (">=", 0.99 if head_dim == 128 else 0.49),
+        "tensor_ceiling": (">=", 0.99 if head_dim == 128 else 0.69),
     }
     for head_dim, tile_n in TILE_N.items()
 }

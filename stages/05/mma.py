@@ -41,7 +41,9 @@ def mma_qk(sQ: cute.Tensor, sK: cute.Tensor, tStS: cute.Tensor, tile, slot: Int3
 
 
 @cute.jit
-def mma_pv(tOtP: cute.Tensor, sV: cute.Tensor, tOtO: cute.Tensor, slot: Int32, accumulate, p_rest, phase):
+def mma_pv(
+    tOtP: cute.Tensor, sV: cute.Tensor, tOtO: cute.Tensor, slot: Int32, accumulate, p_rest, phase
+):
     """Issue O += P V (O = P V unless `accumulate`), the last keys when their part of P is there.
 
     Runs: one warp, converged; one lane issues. Args: tOtP ((TILE_M, 16), 1, tile_n / 16) in TMEM;

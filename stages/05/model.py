@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 04's schedule on the SM model: a coroutine for each warp role. Runs: host.
+"""Stage 05's schedule on the SM model: a coroutine for each warp role. Runs: host.
 
 Functions are named as in the kernel; each role waits, arrives, copies and multiplies in its order.
 Left out: issue slots of copies, MMAs and barriers, and the factor's exp2 (1 a row).
@@ -15,9 +15,10 @@ from . import config
 
 LN2 = math.log(2.0)
 
-# Issue slots of a warp per score of its rows: 3.29 in the compiled loop.
+# Issue slots of a warp per score of its rows: 4.06 in the compiled loop at head dim 128.
 SLOTS_MAX = 0.5  # a 3-input max takes two scores
 SLOTS_EXP = 2.79  # FMA and add packed by two, exp2, conversion of two, and everything else
+SLOTS_EMULATED = 4.1  # more for an emulated one: 3.29 without, 4.06 with 24 of 128
 SLOTS_RESCALE = 90 / 128  # per column of O: 90 in the compiled loop of CORRECTION at head dim 128
 REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "* fence_before in begin": "only alloc came before, which is synchronous",
@@ -120,15 +121,22 @@ def mma_qk(role: Role, cta: Cta, tile: int, slot: int, n_block: int):
     role.commit(f"s_full{tile}")  # the tile's softmax waits
 
 
-def mma_pv(role: Role, cta: Cta, tile: int, slot: int, accumulate: bool, n_block: int):
-    """Issue O += P V (O = P V unless `accumulate`)."""
+def mma_pv(role: Role, cta: Cta, tile: int, slot: int, accumulate: bool, phase: int, n_block: int):
+    """Issue O += P V (O = P V unless `accumulate`), the last keys when their part of P is there."""
     tP, sV, tO = cta.tP[tile], cta.sKV[slot], cta.tO[tile]
-    shape = (config.TILE_M, cta.head_dim, sV.shape[0])
-    role.mma(tO, tP, sV.T, accumulate, shape, op=f"O{tile}", tile=n_block)
+    first, keys = config.P_FIRST * config.CHUNK, sV.shape[0]
+    for start, stop in ((0, first), (first, keys)):
+        if start:
+            yield from role.wait(f"p_rest{tile}", phase, n_block)  # its softmax arrives
+            role.fence_after()
+        part_p = tP.part(start // 2, (stop - start) // 2)  # two to a column
+        part_v = sV.part(slice(start, stop)).T
+        shape = (config.TILE_M, cta.head_dim, stop - start)
+        role.mma(tO, part_p, part_v, accumulate or start > 0, shape, op=f"O{tile}", tile=n_block)
 
 
 def wait_for_p(role: Role, tile: int, phase: int, n_block: int):
-    """Return when P of a query tile is there and its O is rescaled."""
+    """Return when P of a query tile has begun and its O is rescaled."""
     yield from role.wait(f"p_full{tile}", phase, n_block)  # its softmax arrives
     yield from role.wait(f"o_rescaled{tile}", phase, n_block)  # CORRECTION arrives
     role.fence_after()
@@ -149,7 +157,7 @@ def mma(role: Role, cta: Cta):
     yield from role.wait(f"kv_full[{ring.slot}]", ring.parity, 0)  # LOAD and TMA arrive: the last V
     for tile in range(config.Q_TILES):
         yield from wait_for_p(role, tile, last % 2, 0)
-        mma_pv(role, cta, tile, ring.slot, last != 0, 0)
+        yield from mma_pv(role, cta, tile, ring.slot, last != 0, last % 2, 0)
         role.commit(f"o_full{tile}")  # CORRECTION waits
     for tile in range(config.Q_TILES):
         yield from role.wait(f"o_staged{tile}", 0)  # CORRECTION arrives
@@ -163,8 +171,9 @@ def mma_both(role: Role, cta: Cta, n_iter: int, ring: PipelineState):
     ring.advance()
     yield from role.wait(f"kv_full[{slot}]", parity, n_block + 1)  # LOAD and TMA arrive: V
     for tile in range(config.Q_TILES):
-        yield from wait_for_p(role, tile, (n_iter - 1) % 2, n_block + 1)
-        mma_pv(role, cta, tile, slot, n_iter != 1, n_block + 1)
+        phase = (n_iter - 1) % 2
+        yield from wait_for_p(role, tile, phase, n_block + 1)
+        yield from mma_pv(role, cta, tile, slot, n_iter != 1, phase, n_block + 1)
         if tile == config.Q_TILES - 1:
             role.commit(f"kv_empty[{slot}]")  # LOAD waits
         if tile == 0:
@@ -185,17 +194,35 @@ def update_max(role: Role, s: torch.Tensor, row_max: torch.Tensor, scale_log2: f
     return new_max, torch.exp2((row_max - new_max) * scale_log2)
 
 
-def exponentials(role: Role, s, row_max, row_sum, acc_scale, scale_log2: float, tile: int):
-    """(P, row_sum with this tile). A CHUNK at a time, so that roles can share the engines.
+def exp2_emulated(x: torch.Tensor):
+    """2**x by floor, polynomial and exponent; only the roundings of FMA are not the kernel's."""
+    x = x.clamp(min=config.SMALLEST)  # NaN stays NaN
+    n = x.floor()
+    p = torch.full_like(x, config.POLYNOMIAL[-1])
+    for c in reversed(config.POLYNOMIAL[:-1]):
+        p = p * (x - n) + c
+    return torch.ldexp(p, n)
 
-    Per score 1 exp2, 1 FMA, 1 add and half a conversion, which takes two.
+
+def exponentials(role: Role, s, row_max, scale_log2: float, pairs: int, tile: int):
+    """P of a CHUNK of scores, `pairs` pairs of a row on the FMA units, spread evenly.
+
+    Per score 1 FMA, 1 add and half a conversion, which takes two; 1 exp2 on the MUFU, or 3 adds, 3
+    FMAs, 1 max and 1 shift with add.
     """
-    for part in s.split(config.CHUNK, dim=1):
-        n = part.numel()
-        amounts = {"mufu": n, "fma": 2 * n, "cvt": 0.5 * n, "issue": slots(SLOTS_EXP, part)}
-        yield from role.execute("exp", tile, **amounts)
-    p = torch.exp2(s * scale_log2 - (row_max * scale_log2)[:, None])
-    return p, row_sum * acc_scale + p.sum(dim=1)
+    n, share = s.numel(), 2 * pairs / config.CHUNK
+    amounts = {
+        "mufu": (1 - share) * n,
+        "fma": (2 + 6 * share) * n,
+        "alu": 2 * share * n,
+        "cvt": 0.5 * n,
+        "issue": slots(SLOTS_EXP + share * SLOTS_EMULATED, s),
+    }
+    yield from role.execute("exp", tile, **amounts)
+    x = s * scale_log2 - (row_max * scale_log2)[:, None]
+    half = config.CHUNK // 2
+    emulated = [pair * pairs % half < pairs for pair in range(half) for _ in range(2)]
+    return torch.where(torch.tensor(emulated), exp2_emulated(x), torch.exp2(x))
 
 
 def load_scores(role: Role, tS: TmemView, tile: int):
@@ -205,10 +232,23 @@ def load_scores(role: Role, tS: TmemView, tile: int):
     return s
 
 
-def store_probabilities(role: Role, p: torch.Tensor, tP: TmemView, tile: int):
-    """P, rounded to 16 bits, to tensor memory; complete on return."""
-    yield from role.tmem_store(tP, p, tile)
+def probabilities(role: Role, cta: Cta, s, row_max, tile: int, n_block: int):
+    """A row of S to P, in registers and, rounded, in tensor memory, in two parts."""
+    parts = []
+    for part, pairs in enumerate(config.EMULATED[cta.head_dim]):
+        chunk = s[:, part * config.CHUNK : (part + 1) * config.CHUNK]
+        p = yield from exponentials(role, chunk, row_max, cta.scale_log2, pairs, n_block)
+        columns = config.CHUNK // 2  # two to a column
+        yield from role.tmem_store(cta.tP[tile].part(part * columns, columns), p, n_block)
+        parts.append(p)
+        if part == config.P_FIRST - 1:
+            yield from role.wait_st()
+            role.fence_before()
+            role.arrive(f"p_full{tile}")  # MMA waits
     yield from role.wait_st()
+    role.fence_before()
+    role.arrive(f"p_rest{tile}")  # MMA waits
+    return torch.cat(parts, dim=1)
 
 
 def softmax(role: Role, cta: Cta, tile: int):
@@ -226,12 +266,8 @@ def softmax(role: Role, cta: Cta, tile: int):
         yield from write_stats(role, cta, tile, acc_scale[:, None])
         role.fence_before()
         role.arrive(f"stats_full{tile}")  # CORRECTION waits
-        p, row_sum = yield from exponentials(
-            role, s, row_max, row_sum, acc_scale, cta.scale_log2, n_block
-        )
-        yield from store_probabilities(role, p, cta.tP[tile], n_block)
-        role.fence_before()
-        role.arrive(f"p_full{tile}")  # MMA waits
+        p = yield from probabilities(role, cta, s, row_max, tile, n_block)
+        row_sum = row_sum * acc_scale + p.sum(dim=1)
     yield from role.wait(f"stats_empty{tile}", cta.num_n_blocks % 2 ^ 1)  # CORRECTION arrives
     yield from write_stats(role, cta, tile, torch.stack([row_sum, row_max], dim=1))
     role.arrive(f"stats_full{tile}")  # CORRECTION waits

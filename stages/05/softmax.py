@@ -55,7 +55,9 @@ def insert_exponent(p: Float32, shifted: Float32):
 
 
 @cute.jit
-def exponentials(rS: cute.Tensor, row_max: Float32, scale_log2: Float32, emulated: cutlass.Constexpr):
+def exponentials(
+    rS: cute.Tensor, row_max: Float32, scale_log2: Float32, emulated: cutlass.Constexpr
+):
     """Turn scores of a row into probabilities in place, `emulated` pairs of them on the FMA units.
 
     Runs: as update_max. Args: rS (CHUNK,) unscaled scores; row_max from update_max. Writes: rS,
@@ -114,18 +116,14 @@ def probabilities(rS: cute.Tensor, row_max: Float32, scale_log2: Float32, tmem, 
     """
     _, tOtP, tOtO = tmem
     emulated = config.EMULATED[cute.size(tOtO, mode=[0, 1])]
-    for part in cutlass.range_constexpr(config.P_FIRST):
+    for part in cutlass.range_constexpr(len(emulated)):
         row = cute.local_tile(rS, (config.CHUNK,), (part,))
         exponentials(row, row_max, scale_log2, emulated[part])
         store_probabilities(row, tOtP, part, tidx)
-    cute.arch.fence_view_async_tmem_store()
-    fence_before()
-    cute.arch.mbarrier_arrive(bars.p_full.data_ptr() + tile)  # MMA waits
-    if scale_log2 > 0.0:
-        for part in cutlass.range_constexpr(config.P_FIRST, len(emulated)):
-            row = cute.local_tile(rS, (config.CHUNK,), (part,))
-            exponentials(row, row_max, scale_log2, emulated[part])
-            store_probabilities(row, tOtP, part, tidx)
+        if cutlass.const_expr(part == config.P_FIRST - 1):
+            cute.arch.fence_view_async_tmem_store()
+            fence_before()
+            cute.arch.mbarrier_arrive(bars.p_full.data_ptr() + tile)  # MMA waits
     cute.arch.fence_view_async_tmem_store()
     fence_before()
     cute.arch.mbarrier_arrive(bars.p_rest.data_ptr() + tile)  # MMA waits
