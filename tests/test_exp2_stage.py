@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stage 05 says of its exponentials: the polynomial, how many, and what the model computes."""
+
+import numpy as np
+import pytest
+import torch
+from flash_ladder import load
+from flash_ladder.common import exp2, minimax
+from flash_ladder.common.compile import compile_stage
+from flash_ladder.common.ptx import read
+
+STAGE = load(5)
+CONFIG, MODEL = STAGE.config, STAGE.model
+ULP = 2.0**-23
+
+
+def test_the_polynomial_is_that_of_the_study():
+    assert CONFIG.POLYNOMIAL == minimax.coefficients(3, "one")
+    assert exp2.CLAMP["one"] == CONFIG.SMALLEST
+
+
+@pytest.mark.parametrize("head_dim", CONFIG.ENVELOPE.head_dims)
+def test_every_chunk_has_a_share_that_it_can_have(head_dim):
+    shares = CONFIG.EMULATED[head_dim]
+    assert len(shares) * CONFIG.CHUNK == CONFIG.TILE_N[head_dim]
+    assert all(0 <= pairs <= CONFIG.CHUNK // 2 for pairs in shares)
+    assert 0 < CONFIG.P_FIRST < len(shares)
+    half = CONFIG.CHUNK // 2
+    for pairs in shares:  # the rule that kernel and model use picks just as many
+        assert sum(pair * pairs % half < pairs for pair in range(half)) == pairs
+
+
+def test_the_model_computes_what_the_bits_say():
+    x = np.linspace(-130.0, 8.0, 200_001, dtype=np.float32)
+    bits = exp2.exp2(x, CONFIG.POLYNOMIAL).astype(np.float64)
+    ours = MODEL.exp2_emulated(torch.from_numpy(x)).double().numpy()
+    normal = x > -126
+    assert np.abs(ours[normal] / bits[normal] - 1).max() <= 2 * ULP
+    assert np.abs(ours - bits)[~normal].max() <= 2.0**-126  # no exponent is left there
+
+
+def test_what_must_be_exact_is():
+    x = torch.tensor([0.0, -1.0, -126.0, 3.0])
+    assert MODEL.exp2_emulated(x).tolist() == [1.0, 0.5, 2.0**-126, 8.0]
+    assert exp2.exp2(x.numpy(), CONFIG.POLYNOMIAL).tolist() == [1.0, 0.5, 2.0**-126, 8.0]
+    far = np.array([-127.0, -500.0, -np.inf], np.float32)
+    assert exp2.exp2(far, CONFIG.POLYNOMIAL).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_live_nan_reaches_its_row_beside_the_emulated_columns():
+    """An emulated column alone would lose it: the row maximum is NaN, and so is every other."""
+    q, k, v = (torch.randn(1, rows, 1, 64).bfloat16() for rows in (256, 128, 128))
+    q[0, 5, 0, 3] = float("nan")
+    run = STAGE.simulate(q, k, v, softmax_scale=0.125)
+    assert run.out[0, 5].isnan().all() and run.out.isnan().any(-1).sum() == 1
+    assert run.lse[0, 0, 5].isnan()
+
+
+@pytest.mark.parametrize("head_dim", CONFIG.ENVELOPE.head_dims)
+def test_the_first_part_of_p_is_published_before_the_second(dsl, head_dim):
+    """In the PTX: three stores, the wait, the arrival, then the fourth."""
+    kernel = compile_stage(STAGE, arch="sm_100a", dtype="bfloat16", head_dim=head_dim)
+    (body,) = read(kernel.ptx).entries().values()
+    kinds = {"tcgen05.st.sync.aligned.32x32b.x16": "store", "mbarrier.arrive.shared": "arrive"}
+    seen = [name for s in body for prefix, name in kinds.items() if s.opcode.startswith(prefix)]
+    text = " ".join(seen)
+    assert text.count("store store store arrive store arrive") == CONFIG.Q_TILES
+
+
+def test_emulating_more_relieves_the_mufu_in_the_model(monkeypatch):
+    q, k, v = (torch.randn(1, 256, 1, 64).bfloat16() for _ in range(3))
+    busy = []
+    for shares in ((0, 0, 0, 0), CONFIG.EMULATED[64], (8, 8, 8, 8)):
+        monkeypatch.setitem(CONFIG.EMULATED, 64, shares)
+        run = STAGE.simulate(q, k, v, softmax_scale=0.125)
+        spent = {engine: run.busy()[engine] * run.cta_cycles[0] for engine in ("mufu", "fma")}
+        busy.append(spent)
+    assert busy[0]["mufu"] > busy[1]["mufu"] > busy[2]["mufu"]
+    assert busy[0]["fma"] < busy[1]["fma"] < busy[2]["fma"]
