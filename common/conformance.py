@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .hopper.log import TMEM_A, WORD, Log
-from .hopper.steps import Step, steps
+from .hopper.steps import QUARTERS, Step, steps
 from .model.notes import Note
 from .plan import THREADS_PER_WARP, Plan, Role
 
@@ -85,7 +85,8 @@ def conform(
         wanted = [note for note in notes if note.agent == role.name]
         for index, warp in enumerate(role.warps):
             did = list(_acts(found, warp, log, tensors))
-            should = list(_wanted(wanted, plan, role, place))
+            mine = [note for note in wanted if note.quarter in (None, warp % QUARTERS)]
+            should = list(_wanted(mine, plan, role, place))
             agent = f"{role.name}.{index}" if len(role.warps) > 1 else role.name
             pairs, difference = _match(did, should, plan, role, index)
             count += len(pairs)

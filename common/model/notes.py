@@ -23,3 +23,4 @@ class Note:
     numbers: tuple = ()
     places: tuple[tuple[str, Intervals], ...] = ()  # (memory, cells) of an MMA's A and B
     source: str = ""  # of a copy: the tensor
+    quarter: int | None = None  # of the lanes, where only its warps did this

@@ -10,7 +10,8 @@ see `Sm`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,7 @@ class Role:
         self.registers = sm.plan.launch_registers
         self.bulk: list[BulkCopy] = []
         self._stores_done = 0.0
+        self._quarter: int | None = None
         self._blocked: Callable[[], str] | None = None
 
     # ---- time ------------------------------------------------------------------------------
@@ -401,8 +403,17 @@ class Role:
 
     # ---- how it is done --------------------------------------------------------------------
 
+    @contextmanager
+    def one_quarter(self, quarter: int) -> Iterator[None]:
+        """Verbs within are those of the warps that reach one quarter of the lanes."""
+        parts, self.parts, self._quarter = self.parts, Counter({quarter: 1}), quarter
+        try:
+            yield
+        finally:
+            self.parts, self._quarter = parts, None
+
     def _note(self, verb: str, what: str, line: str, *numbers: int) -> None:
-        self.sm.notes.append(Note(self.agent, verb, what, line, numbers))
+        self.sm.notes.append(Note(self.agent, verb, what, line, numbers, quarter=self._quarter))
 
     def _note_copy(self, verb: str, slot: Slot, tile: Tile, line: str, barrier: str = "") -> None:
         """numbers: first byte, bytes, first row of the tile, first columns of its boxes."""
