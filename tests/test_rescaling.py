@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 06's rule: when a row's maximum moves, what is skipped, and that nothing overflows."""
+
+import math
+
+import pytest
+import torch
+from flash_ladder import load
+from flash_ladder.common import inputs, numerics, reference
+
+OLD, STAGE = load(5), load(6)
+CONFIG = STAGE.config
+LOG2_E = math.log2(math.e)
+
+
+def _problem(name: str, dtype=torch.bfloat16, seqlen_k: int = 1024):
+    sizes = {"batch": 1, "seqlen_q": 256, "seqlen_k": seqlen_k, "heads": 1, "head_dim": 64}
+    return inputs.make(name, dtype=dtype, **sizes)
+
+
+def _run(stage, problem):
+    return stage.simulate(problem.q, problem.k, problem.v, softmax_scale=problem.softmax_scale)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "llm_like", "ascending_max", "dominant_key"])
+def test_a_threshold_of_zero_is_stage_05_bit_for_bit(name, monkeypatch):
+    problem = _problem(name)
+    monkeypatch.setattr(CONFIG, "THRESHOLD", 0.0)
+    old, new = _run(OLD, problem), _run(STAGE, problem)
+    assert torch.equal(old.out, new.out) and torch.equal(old.lse, new.lse)
+
+
+def _moves(problem, threshold: float) -> torch.Tensor:
+    """(key tiles, rows): whether a row's reference point moves, by the rule itself."""
+    head_dim = problem.q.shape[-1]
+    scale = (problem.softmax_scale or head_dim**-0.5) * LOG2_E
+    scores = problem.q[0, :, 0].float() @ problem.k[0, :, 0].float().T
+    row_max = torch.full((len(scores),), -math.inf)
+    found = []
+    for tile in reversed(scores.split(128, dim=1)):
+        new_max = torch.maximum(row_max, tile.amax(dim=1))
+        keep = (row_max - new_max) * scale >= -threshold
+        row_max = torch.where(keep, row_max, new_max)
+        found.append(~keep)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "llm_like", "ascending_max", "descending_max"])
+def test_a_warp_touches_o_when_one_of_its_rows_moved(name):
+    problem = _problem(name)
+    moves = _moves(problem, CONFIG.THRESHOLD)[1:]  # at the first tile there is no O yet
+    wanted = int(moves.view(len(moves), -1, 32).any(dim=2).sum())
+    (notes,) = _run(STAGE, problem).notes
+    fences = [n for n in notes if (n.agent, n.verb) == ("CORRECTION", "fence")]
+    before = [n for n in fences if n.what == "wait.st"]  # one at the end of each rescaling
+    touched = sum(4 if n.quarter is None else 1 for n in before)
+    assert touched == wanted
+
+
+def _skipped(name: str, threshold: float) -> float:
+    """Share of (warp, key tile) pairs in which no row moves."""
+    moves = _moves(_problem(name, seqlen_k=2048), threshold)[1:]
+    return 1 - float(moves.view(len(moves), -1, 32).any(dim=2).float().mean())
+
+
+def test_how_much_is_skipped():
+    assert _skipped("gaussian", 8.0) == _skipped("descending_max", 8.0) == 1
+    assert _skipped("ascending_max", 8.0) == 0
+    assert _skipped("llm_like", 8.0) > 0.9  # the authors say about 90 % (paper 3.1.4)
+    assert _skipped("llm_like", 0.0) < _skipped("llm_like", 8.0)  # the vote alone does less
+    assert _skipped("gaussian", 0.0) < 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("step", [7.9, 8.1])
+def test_maxima_that_climb_by_just_less_or_more_than_the_threshold(dtype, step):
+    """Less: P reaches 2**7.9 and never moves again until it must; fp16 holds 65504."""
+    problem = _problem("gaussian", dtype)
+    q, k = torch.zeros_like(problem.q), torch.zeros_like(problem.k)
+    q[..., 0] = 8.0
+    tiles = k.shape[1] // 128
+    scale = problem.softmax_scale or 64**-0.5
+    heights = torch.arange(tiles, dtype=torch.float32).flip(0).repeat_interleave(128)
+    k[0, :, 0, 0] = (heights * step / (8.0 * scale * LOG2_E)).to(dtype)
+    run = STAGE.simulate(q, k, problem.v, softmax_scale=scale)
+    truth = reference.attention(q, k, problem.v, softmax_scale=scale)
+    yardstick = reference.same_precision(q, k, problem.v, softmax_scale=scale)
+    assert run.out.isfinite().all()
+    numerics.compare(run.out, truth.out, yardstick[0], name="out").check()
+    assert torch.allclose(run.lse.double(), truth.lse, rtol=1e-5)
+
+
+def test_no_probability_exceeds_the_bound():
+    assert 2.0**CONFIG.THRESHOLD * 2 < torch.finfo(torch.float16).max
+    problem = _problem("ascending_max", torch.float16)
+    assert _run(STAGE, problem).out.isfinite().all()
