@@ -331,8 +331,6 @@ def test_ours_are_at_least_as_good_as_the_published_ones(degree):
 
 @both
 def test_the_search_would_not_move_them(degree, name):
-    if degree == 5 and name != "one":
-        pytest.skip("costs seconds; the search itself prints it")
     coefficients = minimax.coefficients(degree, name)
     assert exp2_search.descend(coefficients, exp2_search.Judge(name)) == coefficients
 
@@ -360,7 +358,7 @@ def every_4096th():
 def test_the_data_agrees_with_a_subset(name, every_4096th):
     whole, part = DATA["errors"][name], every_4096th[name]
     for key in ("fp32", "bf16", "fp16"):
-        assert 0.95 * whole[key]["max"] < part[key]["max"] <= whole[key]["max"]
+        assert 0.95 * whole[key]["max"] < part[key]["max"] <= whole[key]["max"] * (1 + 1e-6)
         assert part[key]["mean"] == pytest.approx(whole[key]["mean"], rel=0.01)
         assert part[key]["bias"] == pytest.approx(whole[key]["bias"], abs=0.02 * whole[key]["mean"])
     for key in ("bf16", "fp16"):
@@ -376,7 +374,7 @@ def test_the_worst_fractions_are_where_the_data_says(name):
         value = np.broadcast_to(exp2.horner(x, EVERYTHING[name]), x.shape)
         value = value if dropped is None else exp2.round_mantissa(value, dropped)
         error = abs(float(value[0]) / 2.0 ** float(x[0]) - 1)
-        assert error == pytest.approx(found["max"], rel=2e-7)
+        assert error == pytest.approx(found["max"], rel=6e-7)
 
 
 @pytest.mark.parametrize("exponent", [-1, -2])
