@@ -342,6 +342,19 @@ def test_descent_finds_its_way_back():
     assert judge(exp2_search.descend(moved, judge)) < judge(OURS[2]) + 1e-8
 
 
+def test_moves_of_the_search():
+    """One coefficient up or down, or two against each other; p0 = 1 is not touched."""
+    start = np.array(OURS[2], F32).view(np.int32)
+    moves = {
+        tuple((np.array(c, F32).view(np.int32) - start).tolist())
+        for c in exp2_search.neighbours(OURS[2], "one")
+    }
+    singles = {(0, step, 0) for step in exp2_search.STEPS}
+    singles |= {(0, 0, step) for step in exp2_search.STEPS}
+    assert moves == singles | {(0, 1, -1), (0, -1, 1)}
+    assert len(set(exp2_search.neighbours(OURS[2], "free"))) == 3 * 6 + 3 * 2
+
+
 def test_the_search_is_repeatable():
     assert exp2_search.search(1) == OURS[1]
 
@@ -420,7 +433,7 @@ def test_small_fractions_give_p0():
 def test_weights_are_a_uniform_distribution(variant, stride):
     for literal in (False, True):
         found = list(exp2.pieces(variant, stride, literal))
-        assert sum(x.size * w for x, w in found) * stride == pytest.approx(1, rel=1e-6)
+        assert sum(x.size * w for x, w in found) * stride == pytest.approx(1, rel=1e-12)
         everything = np.concatenate([x for x, _ in found])
         assert everything.max() == (1 if variant == "one" else 0.5)
         assert everything.min() == (0 if variant == "one" else -0.5)
