@@ -53,7 +53,7 @@ MAGIC = np.float32(1.5 * 2**23)  # see Note [Floor by addition]
 MANTISSA = 23  # bits of a float32 below its exponent
 CLAMP = {"one": -127.0, "free": -126.0, "nearest": -126.0}  # see Note [Input classes]
 ONE = 0x3F800000  # bits of 1.0
-CHUNK = 1 << 16  # values at a time: what is in flight stays in the cache
+CHUNK = 1 << 13  # values at a time: small enough for the cache, and for malloc without mmap
 CONSTANT = 127 - 26  # exponent field below which p is p0: |f| < 2^-26, see `exhaustive`
 DROPPED = {"bf16": 16, "fp16": 13}  # bits of a float32 mantissa that the format does not keep
 DIGITS = 7  # of a result; the last bits of a sum depend on the machine's vector length
@@ -237,8 +237,9 @@ class Tally:
         rounded = lambda x: float(f"{x:.{DIGITS - 1}e}")
         found: dict = {"count": self.count}
         for name, (largest, at) in self.largest.items():
-            mean, bias = (rounded(x / self.weight) for x in self.sums[name])
-            found[name] = {"max": rounded(largest), "at": at.hex(), "mean": mean, "bias": bias}
+            mean, bias = self.sums[name] / self.weight
+            found[name] = {"max": rounded(largest), "at": at.hex(), "mean": rounded(mean)}
+            found[name]["bias"] = round(float(bias), 12)  # a small difference of large sums
             if name in self.shares:
                 same, within = (rounded(x / self.weight) for x in self.shares[name])
                 found[name] |= {"same": same, "within_one": within}

@@ -85,10 +85,10 @@ COEFFICIENTS = {  # variant: degree: float32 values, p0 first; derived, by exp2_
     },
     "nearest": {
         1: "0x1.076e82p+0 0x1.5f3ep-1",
-        2: "0x1.001d0ap+0 0x1.682a52p-1 0x1.e84d6ep-3",
-        3: "0x1.fff692p-1 0x1.62f316p-1 0x1.f0de1p-3 0x1.c3f882p-5",
-        4: "0x1.ffffe8p-1 0x1.62e0dep-1 0x1.ec06d2p-3 0x1.ca13e4p-5 0x1.3994ep-7",
-        5: "0x1.000002p+0 0x1.62e424p-1 0x1.ebf914p-3 0x1.c6bc3p-5 0x1.3d047cp-7 0x1.59d546p-10",
+        2: "0x1.001d0ap+0 0x1.682a52p-1 0x1.e84d72p-3",
+        3: "0x1.fff692p-1 0x1.62f31ap-1 0x1.f0de16p-3 0x1.c3f748p-5",
+        4: "0x1.ffffe8p-1 0x1.62e0dep-1 0x1.ec06dp-3 0x1.ca13e2p-5 0x1.39957p-7",
+        5: "0x1.000002p+0 0x1.62e42p-1 0x1.ebf912p-3 0x1.c6bdb8p-5 0x1.3d050ep-7 0x1.594cep-10",
     },
 }
 

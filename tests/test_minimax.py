@@ -331,8 +331,6 @@ def test_ours_are_at_least_as_good_as_the_published_ones(degree):
 
 @both
 def test_the_search_would_not_move_them(degree, name):
-    if degree == 5 and name != "one":
-        pytest.skip("costs seconds; the search itself prints it")
     coefficients = minimax.coefficients(degree, name)
     assert exp2_search.descend(coefficients, exp2_search.Judge(name)) == coefficients
 
@@ -342,6 +340,19 @@ def test_descent_finds_its_way_back():
     moved = exp2_search._moved(OURS[2], {1: 3, 2: -2})
     assert judge(moved) > judge(OURS[2]) + 3e-8
     assert judge(exp2_search.descend(moved, judge)) < judge(OURS[2]) + 1e-8
+
+
+def test_moves_of_the_search():
+    """One coefficient up or down, or two against each other; p0 = 1 is not touched."""
+    start = np.array(OURS[2], F32).view(np.int32)
+    moves = {
+        tuple((np.array(c, F32).view(np.int32) - start).tolist())
+        for c in exp2_search.neighbours(OURS[2], "one")
+    }
+    singles = {(0, step, 0) for step in exp2_search.STEPS}
+    singles |= {(0, 0, step) for step in exp2_search.STEPS}
+    assert moves == singles | {(0, 1, -1), (0, -1, 1)}
+    assert len(set(exp2_search.neighbours(OURS[2], "free"))) == 3 * 6 + 3 * 2
 
 
 def test_the_search_is_repeatable():
@@ -360,7 +371,7 @@ def every_4096th():
 def test_the_data_agrees_with_a_subset(name, every_4096th):
     whole, part = DATA["errors"][name], every_4096th[name]
     for key in ("fp32", "bf16", "fp16"):
-        assert 0.95 * whole[key]["max"] < part[key]["max"] <= whole[key]["max"]
+        assert 0.95 * whole[key]["max"] < part[key]["max"] <= whole[key]["max"] * (1 + 1e-6)
         assert part[key]["mean"] == pytest.approx(whole[key]["mean"], rel=0.01)
         assert part[key]["bias"] == pytest.approx(whole[key]["bias"], abs=0.02 * whole[key]["mean"])
     for key in ("bf16", "fp16"):
@@ -376,7 +387,7 @@ def test_the_worst_fractions_are_where_the_data_says(name):
         value = np.broadcast_to(exp2.horner(x, EVERYTHING[name]), x.shape)
         value = value if dropped is None else exp2.round_mantissa(value, dropped)
         error = abs(float(value[0]) / 2.0 ** float(x[0]) - 1)
-        assert error == pytest.approx(found["max"], rel=2e-7)
+        assert error == pytest.approx(found["max"], rel=6e-7)
 
 
 @pytest.mark.parametrize("exponent", [-1, -2])
@@ -422,7 +433,7 @@ def test_small_fractions_give_p0():
 def test_weights_are_a_uniform_distribution(variant, stride):
     for literal in (False, True):
         found = list(exp2.pieces(variant, stride, literal))
-        assert sum(x.size * w for x, w in found) * stride == pytest.approx(1, rel=1e-6)
+        assert sum(x.size * w for x, w in found) * stride == pytest.approx(1, rel=1e-12)
         everything = np.concatenate([x for x, _ in found])
         assert everything.max() == (1 if variant == "one" else 0.5)
         assert everything.min() == (0 if variant == "one" else -0.5)
