@@ -17,10 +17,11 @@ Note [Input classes]
 x is the scaled score minus the row maximum, in log2 units; see `exp2`. For p0 = 1:
   -0, +0, integers n in [-126, 127]: exactly 2^n, since p(0) = 1.
   (-127, -126): the exponent field is 0, so the bits of p - 1 are those of a subnormal number,
-    (p - 1) * 2^-126 in place of p * 2^-127: too small by less than 2^-127 * (1 + 3 E) = 5.9e-39,
-    where E is the largest relative error of p. Not below zero, and zero at -127.
+    (p - 1) * 2^-126 in place of p * 2^-127: at most 2^-127 = 5.9e-39 off, never below zero, and
+    zero at -127. (Each of the 131071 float32 there is tested, for every degree.)
   x <= -127, -inf: clamped to -127, exactly +0. So masked scores get P = +0.
-  -2^-25 <= x < 0: floor is -1, and x + 1 rounds to 1.0: p(1) / 2, below 1 by at most E. Negative
+  -2^-25 <= x < 0: floor is -1, and x + 1 rounds to 1.0: p(1) / 2, below 1 by at most E, the
+    largest relative error of p. Negative
     x above -1/2 in general: x + 1 is rounded, which moves 2^x by at most a factor 1 + 2.1e-8.
   (0, 128): as in [0, 1), scaled by 2^n. Stage 06 lets x reach 8.
   x >= 128: undefined. 128 gives +inf, anything larger a pattern without meaning.

@@ -16,7 +16,7 @@ counts is the error with the roundings of every fma. So:
 
 All of it is deterministic: SEED fixes the sample. The result is a local optimum of step 2, and not
 proven to be the global one; but the certified truncation error of the minimax polynomial is a
-lower bound that degrees 1 to 4 come close to. Runs: host; about ten minutes for all variants.
+lower bound that degrees 1 to 4 come close to. Runs: host; some minutes for all variants.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """float32 arithmetic of the GPU on numpy arrays, bit for bit: fma.rn, add.rn, add.rm, max.
 
 Subnormals are kept (no .ftz) and every NaN result is 0x7fffffff, as PTX has it (PTX ISA 9.1,
-sections 9.7.3.6 fma, 9.7.3.3 add, 9.7.3.12 max). Runs: host; needs numpy only.
+sections 9.7.3.6 fma, 9.7.3.3 add, 9.7.3.12 max). Checked against exact fractions; not yet
+compared with a GPU. Runs: host; needs numpy only.
 
 Note [Round to odd]
 float64 holds a product of two float32 exactly (48 of 53 bits), but the sum with a third is
@@ -30,11 +31,6 @@ def bits(x: np.ndarray) -> np.ndarray:
 def from_bits(pattern: np.ndarray) -> np.ndarray:
     """The float32 of bit patterns: uint32 of any shape -> float32 of the same shape."""
     return np.asarray(pattern, np.uint32).view(np.float32)
-
-
-def ulp(x: float) -> float:
-    """The distance from the magnitude of a float32 to the next larger one."""
-    return float(np.spacing(np.abs(np.float32(x))))
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
