@@ -2,7 +2,7 @@
 """float32 arithmetic of the GPU on numpy arrays, bit for bit: fma.rn, add.rn, add.rm, max.
 
 Subnormals are kept (no .ftz) and every NaN result is 0x7fffffff, as PTX has it (PTX ISA 9.1,
-sections 9.7.3.6 fma, 9.7.3.3 add, 9.7.3.12 max). Checked against exact fractions; not yet
+section 9.7.3: fma, add, max). Checked against exact fractions; not yet
 compared with a GPU. Runs: host; needs numpy only.
 
 Note [Round to odd]
