@@ -667,7 +667,10 @@ def test_reads_that_never_end_do_not_pile_up():
         events += [("issue", "SOFTMAX0", "tmem.ld", "ld", "x", {"name": f"ld{i}"})]
         events += [("read", f"ld{i}", "tmem", S, "ld", "x")]
     for part in (events[:4003], events):
-        start = time.process_time()
-        replay(part)
-        seconds.append(time.process_time() - start)
+        taken = []
+        for _ in range(3):  # the least: other processes may share the machine
+            start = time.process_time()
+            replay(part)
+            taken.append(time.process_time() - start)
+        seconds.append(min(taken))
     assert seconds[1] < 4 * seconds[0], seconds
