@@ -38,6 +38,14 @@ class Scope:
         name = self.register(kind)
         return self.add(f"mov.{kind} {name}, {text};") and name
 
+    def place(self, operand: str) -> str:
+        """A fresh b32 register with the address in shared or tensor memory that `operand` names."""
+        base, offset = address(operand)  # a register or a symbol, and a constant
+        where = self.set("b32", base)
+        if offset != "0":
+            self.add(f"add.u32 {where}, {where}, {offset};")
+        return where
+
     def from_predicate(self, predicate: str) -> str:
         """A fresh b32 register: 1 when `predicate` (as `%p`, `!%p`, `0` or `1`) holds, else 0."""
         if predicate in ("0", "1"):

@@ -167,15 +167,6 @@ def _main_threads(context: Context, statement: Statement) -> str:
     return scope.add(f"{statement.opcode} {statement.operands[0]}, {count};").text()
 
 
-def _address(scope: Scope, operand: str) -> str:
-    """A fresh b32 register with the address in shared or tensor memory that an operand names."""
-    base, offset = address(operand)
-    where = scope.set("b32", base)  # a register or a symbol
-    if offset != "0":
-        scope.add(f"add.u32 {where}, {where}, {offset};")
-    return where
-
-
 def _here(context: Context, statement: Statement, main: bool = False) -> list[tuple[str, str]]:
     """Arguments that most engine functions begin or end with."""
     middle = [("b32", str(context.main_threads))] if main else []
@@ -206,7 +197,7 @@ def _wait(context: Context, statement: Statement) -> str:
         f"setp.ne.b64 {fresh}, %fl_since, 0;",
         f"@!{fresh} mov.u64 %fl_since, %globaltimer;",
     )
-    where = _address(scope, barrier)
+    where = scope.place(barrier)
     scope.call(
         "fl_wait_failed",
         ("b64", "%fl_slot"),
@@ -233,7 +224,7 @@ def _other_wait(context: Context, statement: Statement) -> str:
 @operation(r"tcgen05\.alloc\.cta_group::[12]\.sync\.aligned\.shared::cta\.b32")
 def _alloc(context: Context, statement: Statement) -> str:
     scope = context.scope()
-    target = _address(scope, statement.operands[0])
+    target = scope.place(statement.operands[0])
     columns = scope.set("b32", statement.operands[1])
     slot, line = _here(context, statement)
     scope.call("fl_alloc", slot, ("b32", target), ("b32", columns), line)
@@ -286,7 +277,7 @@ def _transfer(context: Context, statement: Statement) -> str:
         raise ValueError(f"{shape}.x{count} moves {len(offsets)} registers, not {len(registers)}")
     scope = context.scope()
     slot, line = _here(context, statement)
-    where = _address(scope, place)
+    where = scope.place(place)
     lanes = "32" if shape == "32x32b" else "16"
     columns = str(transfer_columns(shape, count))
     start = scope.call(
@@ -380,12 +371,12 @@ def _mma(context: Context, statement: Statement) -> str:
     if len(rest) > 1:
         raise ValueError("scale-input-d is not on the allow-list")
     slot, line = _here(context, statement)
-    place = _address(scope, accumulator)
+    place = scope.place(accumulator)
     in_tmem = a.startswith("[")
     kind = int(statement.opcode.partition("cta_group::")[2][0]) + (4 if in_tmem else 0)
     first = scope.register("b64")
     if in_tmem:
-        scope.add(f"cvt.u64.u32 {first}, {_address(scope, a)};")
+        scope.add(f"cvt.u64.u32 {first}, {scope.place(a)};")
     else:
         scope.add(f"mov.b64 {first}, {a};")
     scope.call(
@@ -422,7 +413,7 @@ def _no_disabled_lanes(scope: Scope, statement: Statement, masks: list[str]) -> 
 def _commit(context: Context, statement: Statement) -> str:
     scope = context.scope()
     slot, line = _here(context, statement)
-    barrier = _address(scope, statement.operands[0])
+    barrier = scope.place(statement.operands[0])
     mask = scope.register("b32")
     if "multicast" in statement.opcode:
         scope.add(f"cvt.u32.u16 {mask}, {statement.operands[1]};")
@@ -495,8 +486,8 @@ def _queue_copy(context, statement, target, barrier, source, policy, shape, size
         "fl_push_tma",
         slot,
         line,
-        ("b32", _address(scope, target)),
-        ("b32", _address(scope, barrier)),
+        ("b32", scope.place(target)),
+        ("b32", scope.place(barrier)),
         ("b64", start),
         ("b64", scope.set("b64", policy)),
         ("b32", str(shape)),
@@ -526,7 +517,7 @@ def _native_copy(context: Context, statement: Statement) -> str:
 def _try_cancel(context: Context, statement: Statement) -> str:
     """Every request is answered "nothing left to take over": each CTA does its own tile only."""
     scope = context.scope()
-    response, barrier = (_address(scope, operand) for operand in statement.operands)
+    response, barrier = (scope.place(operand) for operand in statement.operands)
     everyone = "multicast" in statement.opcode
     rank = scope.set("b32", "0" if everyone else "%cluster_ctarank")
     end, more, again = scope.register("b32"), scope.register("pred"), scope.label("again")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..ptx import Statement
-from .emit import Scope, address, vector
+from .emit import Scope, vector
 from .log import CLUSTER, FENCES, GPU, PAIR, READ_ONLY, RELAXED, TMEM_A, Kind
 from .rewrite import Context, refuse
 
@@ -136,15 +136,6 @@ def _log_copy(scope: Scope, statement: Statement, kind: Kind, smem: str, other: 
     )
 
 
-def _place(scope: Scope, operand: str) -> str:
-    """A fresh b32 register with the address in shared or tensor memory."""
-    base, offset = address(operand)
-    where = scope.set("b32", base)
-    if offset != "0":
-        scope.add(f"add.u32 {where}, {where}, {offset};")
-    return where
-
-
 def _scope_flags(opcode: str) -> int:
     flags = RELAXED if ".relaxed" in opcode else 0
     return flags | (CLUSTER if ".cluster" in opcode else 0) | (GPU if ".gpu" in opcode else 0)
@@ -156,13 +147,13 @@ def _scope_flags(opcode: str) -> int:
 @logged(r"mbarrier\.init\.shared(::cta)?\.b64")
 def _init(scope: Scope, statement: Statement, context: Context) -> None:
     barrier, count = statement.operands
-    _log_words(scope, statement, Kind.INIT, _place(scope, barrier), count)
+    _log_words(scope, statement, Kind.INIT, scope.place(barrier), count)
 
 
 @logged(r"mbarrier\.(try|test)_wait\.parity.*", after=True, optional=True)
 def _wait(scope: Scope, statement: Statement, context: Context) -> None:
     flags = _scope_flags(statement.opcode)
-    barrier = _place(scope, statement.operands[1])
+    barrier = scope.place(statement.operands[1])
     _log_words(scope, statement, Kind.WAIT, barrier, statement.operands[2], flags=flags)
 
 
@@ -178,13 +169,13 @@ def _arrive(scope: Scope, statement: Statement, context: Context) -> None:
     ]
     words = ["1", rest[0]] if expects else [rest[0] if rest else "1", "0"]
     flags = _scope_flags(statement.opcode)
-    _log_words(scope, statement, Kind.ARRIVE, _place(scope, barrier), *words, flags=flags)
+    _log_words(scope, statement, Kind.ARRIVE, scope.place(barrier), *words, flags=flags)
 
 
 @logged(r"mbarrier\.(expect|complete)_tx(\.relaxed)?(\.(cta|cluster))?\.shared(::\w+)?\.b64",
         optional=True)  # fmt: skip
 def _bytes(scope: Scope, statement: Statement, context: Context) -> None:
-    barrier, size = _place(scope, statement.operands[0]), statement.operands[1]
+    barrier, size = scope.place(statement.operands[0]), statement.operands[1]
     flags = _scope_flags(statement.opcode)
     if "expect_tx" in statement.opcode:
         _log_words(scope, statement, Kind.ARRIVE, barrier, "0", size, flags=flags)
@@ -268,7 +259,7 @@ def _transfer(scope: Scope, statement: Statement, context: Context) -> None:
 
     match = re.fullmatch(TRANSFER, statement.opcode)
     loads, shape, count = match[1] == "ld", match[2], int(match[3])
-    place = _place(scope, statement.operands[1 if loads else 0])
+    place = scope.place(statement.operands[1 if loads else 0])
     kind = Kind.LOAD_TMEM if loads else Kind.STORE_TMEM
     columns, lanes = str(transfer_columns(shape, count)), "32" if shape == "32x32b" else "16"
     _log_words(scope, statement, kind, place, columns, lanes)
@@ -278,7 +269,7 @@ def _transfer(scope: Scope, statement: Statement, context: Context) -> None:
 def _alloc(scope: Scope, statement: Statement, context: Context) -> None:
     found = scope.register("b32")
     scope.add(f"ld.shared.b32 {found}, {statement.operands[0]};")
-    place, flags = _place(scope, statement.operands[0]), _pair(statement)
+    place, flags = scope.place(statement.operands[0]), _pair(statement)
     _log_words(scope, statement, Kind.ALLOC, found, statement.operands[1], place, flags=flags)
 
 
@@ -297,14 +288,14 @@ def _mma(scope: Scope, statement: Statement, context: Context) -> None:
     if rest and rest[0].startswith("{"):
         rest.pop(0)
     first, in_tmem = scope.register("b64"), a.startswith("[")
-    scope.add(f"cvt.u64.u32 {first}, {_place(scope, a)};" if in_tmem else f"mov.b64 {first}, {a};")
+    scope.add(f"cvt.u64.u32 {first}, {scope.place(a)};" if in_tmem else f"mov.b64 {first}, {a};")
     flags = _pair(statement) | (TMEM_A if in_tmem else 0)
     scope.call(
         "fl_log_mma",
         ("b64", "%fl_log"),
         ("b32", str(Kind.MMA | flags << 8)),
         ("b32", str(statement.line)),
-        ("b32", _place(scope, accumulator)),
+        ("b32", scope.place(accumulator)),
         ("b32", scope.set("b32", descriptor)),
         ("b64", first),
         ("b64", b),
@@ -314,7 +305,7 @@ def _mma(scope: Scope, statement: Statement, context: Context) -> None:
 
 @logged(r"tcgen05\.commit\..*", optional=True)
 def _commit(scope: Scope, statement: Statement, context: Context) -> None:
-    barrier, mask = _place(scope, statement.operands[0]), scope.set("b32", "0xFFFFFFFF")
+    barrier, mask = scope.place(statement.operands[0]), scope.set("b32", "0xFFFFFFFF")
     if "multicast" in statement.opcode:
         scope.add(f"cvt.u32.u16 {mask}, {statement.operands[1]};")
     group = statement.opcode.partition("cta_group::")[2][0]
@@ -353,7 +344,7 @@ def _log_shared(scope, statement, kind: Kind, place: str, size: int, lanes: int)
         ("b64", "%fl_log"),
         ("b32", str(kind)),
         ("b32", str(statement.line)),
-        ("b32", _place(scope, place)),
+        ("b32", scope.place(place)),
         ("b32", str(size)),
         ("b32", str(lanes)),
     )
@@ -374,14 +365,14 @@ def _tensor(operand: str) -> tuple[str, list[str]]:
 def _tensor_load(scope: Scope, statement: Statement, context: Context) -> None:
     target, source, barrier, *_ = statement.operands
     tensor, coordinates = _tensor(source)
-    smem, other = _place(scope, target), _place(scope, barrier)
+    smem, other = scope.place(target), scope.place(barrier)
     _log_copy(scope, statement, Kind.LOAD, smem, other, tensor, "0", coordinates)
 
 
 @logged(r"cp\.async\.bulk\.shared::\w+\.global\..*")
 def _bulk_load(scope: Scope, statement: Statement, context: Context) -> None:
     target, _, size, barrier, *_ = statement.operands
-    smem, other = _place(scope, target), _place(scope, barrier)
+    smem, other = scope.place(target), scope.place(barrier)
     _log_copy(scope, statement, Kind.LOAD, smem, other, "0", size, [])
 
 
@@ -390,19 +381,19 @@ def _tensor_store(scope: Scope, statement: Statement, context: Context) -> None:
     target, source, *_ = statement.operands
     tensor, coordinates = _tensor(target)
     kind = Kind.REDUCE if ".reduce" in statement.opcode else Kind.STORE
-    _log_copy(scope, statement, kind, _place(scope, source), "0", tensor, "0", coordinates)
+    _log_copy(scope, statement, kind, scope.place(source), "0", tensor, "0", coordinates)
 
 
 @logged(r"cp\.(reduce\.)?async\.bulk\.global\.shared::cta.*")
 def _bulk_store(scope: Scope, statement: Statement, context: Context) -> None:
     _, source, size, *_ = statement.operands
     kind = Kind.REDUCE if ".reduce" in statement.opcode else Kind.STORE
-    _log_copy(scope, statement, kind, _place(scope, source), "0", "0", size, [])
+    _log_copy(scope, statement, kind, scope.place(source), "0", "0", size, [])
 
 
 @logged(r"cp\.async\.bulk\.shared::cluster\.shared::cta\..*")
 def _peer_copy(scope: Scope, statement: Statement, context: Context) -> None:
     target, source, size, barrier, *_ = statement.operands
-    smem, there = _place(scope, source), _place(scope, target)
-    its_barrier = _place(scope, barrier)
+    smem, there = scope.place(source), scope.place(target)
+    its_barrier = scope.place(barrier)
     _log_copy(scope, statement, Kind.COPY, smem, there, "0", size, [its_barrier])
