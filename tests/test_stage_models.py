@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the models of the stages' schedules say: order, overlap, cycles. All derived, no GPU."""
 
+import pathlib
 from typing import NamedTuple
 
 import pytest
 import torch
 from flash_ladder import load
-from flash_ladder.common import plan
+from flash_ladder.common import derived, plan
 from flash_ladder.common.model import B200, Deadlock, Run, observe
 from flash_ladder.common.ordering import Ordering
 
@@ -202,3 +203,22 @@ def test_a_ring_of_one_slot_deadlocks(monkeypatch, number):
         _run(number, rows=256, key_tiles=2, head_dim=128)
     assert "MMA waits for kv_full" in str(stuck.value)
     assert "LOAD waits for kv_empty" in str(stuck.value)
+
+
+# ---- the page ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "settings", "row"),
+    [
+        (4, (), "the model on stage 04 (D)"),
+        (6, (), "the model on stage 06 (D)"),
+        (6, ("tma_latency=700",), "the model on stage 06, half of the TMA's latency (D)"),
+    ],
+)
+def test_the_page_shows_what_the_model_derives(number, settings, row):
+    sizes = derived.Sizes(seqlen=32768, heads=16, head_dim=128)
+    machine = derived.machine("B200", settings)
+    tflops = derived.simulate(load(number), machine, sizes, settings).time.tflops
+    page = pathlib.Path(__file__).parents[1] / "docs" / "model.md"
+    assert f"| {row} | {tflops:.0f} |" in page.read_text(encoding="utf-8")
