@@ -22,6 +22,7 @@ from pygments.lexers import DiffLexer, PythonLexer
 from pymdownx.superfences import SuperFencesException
 
 from .diff import diff_file
+from .figures import FIGURES
 from .plan import Arrival, Barrier, Plan
 
 ROOTS = {"stages": Path(flash_ladder.__file__).parent, "common": Path(__file__).parent}
@@ -33,6 +34,7 @@ ATTRIBUTES = {  # fence: required and optional attributes
     "roles": (("stage", "head_dim"), ()),
     "results": (("stage",), ()),
     "timeline": (("stage", "head_dim"), ("machine",)),
+    "figure": (("file",), ()),
     "ladder": ((), ()),
 }
 NOT_EXECUTED = "Not yet executed on hardware."
@@ -511,6 +513,24 @@ def timeline(source, language, css_class, options, md, **kwargs) -> str:
     caption = f"one CTA, {derived.SMALL_KEYS} keys, head dim {head_dim}: cycles by role and engine"
     caption = f'<p class="fl-caption">{caption} {mark("D", detail)}</p>'
     return f'<div class="fl-timeline">\n{caption}\n{picture}</div>'
+
+
+# --- figure -------------------------------------------------------------------------------------
+
+
+def figure(source, language, css_class, options, md, **kwargs) -> str:
+    """Fence `figure file=`: a picture of docs/img on a stage's page; its body describes it.
+
+    A page of a stage is read in two places, the repository and the site, and no one path of an
+    image is right in both.
+    """
+    name = options["file"]
+    if name not in FIGURES:
+        raise FenceError(f'fence figure: no file="{name}"; figures are {", ".join(FIGURES)}')
+    description = html.escape(" ".join(source.split()))
+    if not description:
+        raise FenceError(f"fence figure: {name} needs a description in its body")
+    return f'<p><img src="../../img/{name}" alt="{description}"></p>'
 
 
 # --- ladder -------------------------------------------------------------------------------------

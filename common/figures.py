@@ -14,7 +14,7 @@ import re
 import sys
 from importlib.metadata import version
 
-from . import exp2_share, exp2_study, roofline
+from . import exp2_share, exp2_study, rescaling, roofline
 from .timeline import require_altair
 
 DRAWN_BY = ("altair", "vl-convert-python")
@@ -23,6 +23,7 @@ FIGURES = {  # file: what it shows as data, and how it is drawn
     "roofline.svg": (roofline.plot_rows, roofline.chart),
     "exp2-error.svg": (exp2_study.plot_rows, exp2_study.chart),
     "exp2-share.svg": (exp2_share.plot_rows, exp2_share.chart),
+    "rescaling.svg": (rescaling.plot_rows, rescaling.chart),
 }
 
 

@@ -337,6 +337,24 @@ def test_timeline_of_stage_01_is_marked_as_derived():
     assert "not measured" in page and "the bare file" not in page
 
 
+def test_a_figure_is_shown_with_its_description():
+    page = fence('figure file="rescaling.svg"', "Shares of\nwarps < 1")
+    assert 'src="../../img/rescaling.svg" alt="Shares of warps &lt; 1"' in page
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "words"),
+    [
+        ('file="absent.svg"', "Text", r'no file="absent.svg"; figures are roofline.svg'),
+        ('file="rescaling.svg"', "", "needs a description"),
+        ("", "Text", "missing"),
+    ],
+)
+def test_a_figure_that_is_wrong_ends_the_build(head, body, words):
+    with pytest.raises(fences.FenceError, match=words):
+        fence(f"figure {head}", body)
+
+
 def test_timeline_errors_end_the_build():
     for head, words in (
         ('stage="01" head_dim="96"', "is outside stage 01"),

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from flash_ladder import load
-from flash_ladder.common import inputs, numerics, reference
+from flash_ladder.common import inputs, numerics, reference, rescaling
 
 OLD, STAGE = load(5), load(6)
 CONFIG = STAGE.config
@@ -30,25 +30,10 @@ def test_a_threshold_of_zero_is_stage_05_bit_for_bit(name, monkeypatch):
     assert torch.equal(old.out, new.out) and torch.equal(old.lse, new.lse)
 
 
-def _moves(problem, threshold: float) -> torch.Tensor:
-    """(key tiles, rows): whether a row's reference point moves, by the rule itself."""
-    head_dim = problem.q.shape[-1]
-    scale = (problem.softmax_scale or head_dim**-0.5) * LOG2_E
-    scores = problem.q[0, :, 0].float() @ problem.k[0, :, 0].float().T
-    row_max = torch.full((len(scores),), -math.inf)
-    found = []
-    for tile in reversed(scores.split(128, dim=1)):
-        new_max = torch.maximum(row_max, tile.amax(dim=1))
-        keep = (row_max - new_max) * scale >= -threshold
-        row_max = torch.where(keep, row_max, new_max)
-        found.append(~keep)
-    return torch.stack(found)
-
-
 @pytest.mark.parametrize("name", ["gaussian", "llm_like", "ascending_max", "descending_max"])
 def test_a_warp_touches_o_when_one_of_its_rows_moved(name):
     problem = _problem(name)
-    moves = _moves(problem, CONFIG.THRESHOLD)[1:]  # at the first tile there is no O yet
+    moves = rescaling.moves(problem, CONFIG.THRESHOLD)[1:]  # at the first tile there is no O yet
     wanted = int(moves.view(len(moves), -1, 32).any(dim=2).sum())
     (notes,) = _run(STAGE, problem).notes
     fences = [n for n in notes if (n.agent, n.verb) == ("CORRECTION", "fence")]
@@ -59,8 +44,7 @@ def test_a_warp_touches_o_when_one_of_its_rows_moved(name):
 
 def _skipped(name: str, threshold: float) -> float:
     """Share of (warp, key tile) pairs in which no row moves."""
-    moves = _moves(_problem(name, seqlen_k=2048), threshold)[1:]
-    return 1 - float(moves.view(len(moves), -1, 32).any(dim=2).float().mean())
+    return rescaling.left_alone(_problem(name, seqlen_k=2048), threshold)[0]
 
 
 def test_how_much_is_skipped():
@@ -94,3 +78,21 @@ def test_no_probability_exceeds_the_bound():
     assert 2.0**CONFIG.THRESHOLD * 2 < torch.finfo(torch.float16).max
     problem = _problem("ascending_max", torch.float16)
     assert _run(STAGE, problem).out.isfinite().all()
+
+
+def test_the_page_shows_what_is_skipped():
+    page = (STAGE.folder / "README.md").read_text(encoding="utf-8")
+    assert rescaling.table() in page, "python -m flash_ladder.common.rescaling"
+
+
+def test_the_curves_rise_with_the_threshold():
+    for name in rescaling.GENERATORS:
+        shares = [row["share"] for row in rescaling.plot_rows() if row["inputs"] == name]
+        assert len(shares) == len(rescaling.THRESHOLDS) and shares == sorted(shares)
+
+
+def test_a_row_of_nan_always_moves():
+    problem = _problem("gaussian")
+    problem.q[0, 0] = math.nan
+    assert rescaling.moves(problem, 8.0)[:, 0, 0].all()
+    assert not rescaling.moves(problem, 8.0)[1:, 0, 1:].any()
