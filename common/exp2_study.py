@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study behind docs/exp2.md: its numbers as data, its tables and its figure.
+"""The study behind docs/exp2.md: its numbers as data, its tables and its figures.
 
 `python -m flash_ladder.common.minimax` is the command; `exhaustive --write` makes
 docs/data/exp2.json, `table` prints the page's tables from it. Every number is derived, by counting
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import pathlib
 import sys
@@ -33,6 +34,9 @@ TABLE_2 = {  # row: float32 max and mean, bf16 max and mean, relative
 }
 POINTS = 240  # of a curve in the figure
 FIGURE_DEGREE = 3
+STRIDE = 512  # one float32 in so many counts in the histogram
+HUES = "#999999", "#d55e00", "#0072b2", "#009e73", "#cc79a7"  # by degree
+LOWEST, BINS = -10, 5  # log10 of the smallest error shown; bins a decade
 CURVES = {"published": "published", "one": "ours, p0 = 1", "free": "ours, p0 free"}
 
 
@@ -187,6 +191,52 @@ def chart():
         ),
         strokeDash=alt.StrokeDash(
             "polynomial:N", scale=alt.Scale(domain=labels, range=[[2, 2], [1, 0], [6, 3]])
+        ),
+    )
+    return encoded.properties(width=560, height=280, title=title).configure(font="Liberation Sans")
+
+
+@functools.cache
+def histogram_rows() -> list[dict]:
+    """Share of uniform fractions by decade of the relative error in float32, for each degree.
+
+    Every STRIDE-th float32 of [0, 1]; `decades` is the lower end of a bin of log10 of the error.
+    An error of zero, possible since 2^x is compared in float64, goes to the lowest bin.
+    """
+    edges = np.linspace(LOWEST, 0, -LOWEST * BINS + 1)
+    counted = {n: np.zeros(len(edges) - 1) for n in minimax.DEGREES}
+    for fraction, weight in exp2.pieces("one", STRIDE, False):
+        truth = np.exp2(fraction.astype(np.float64))
+        for n, total in counted.items():
+            value = exp2.horner(fraction, minimax.coefficients(n)).astype(np.float64)
+            error = np.abs(value / truth - 1)
+            bins = np.log10(np.maximum(error, 10.0**LOWEST))
+            total += np.histogram(bins, edges)[0] * weight * STRIDE
+    return [
+        {"degree": str(n), "decades": float(edge), "share": round(float(share), 5)}
+        for n, total in counted.items()
+        for edge, share in zip(edges, total)
+    ]
+
+
+def histogram_chart():
+    """An altair chart of `histogram_rows`."""
+    from .timeline import require_altair
+
+    alt = require_altair()
+    title = alt.Title(
+        "How large the error of 2^f is, over uniform f, p0 = 1",
+        subtitle=f"Derived, not measured: float32 modelled bit for bit, one fraction in {STRIDE}.",
+    )
+    bars = alt.Chart(alt.Data(values=histogram_rows())).mark_line(
+        interpolate="step-after", strokeWidth=2
+    )
+    encoded = bars.encode(
+        x=alt.X("decades:Q", title="log10 of the relative error", scale=alt.Scale(nice=False)),
+        y=alt.Y("share:Q", title="share of fractions", axis=alt.Axis(format="%")),
+        color=alt.Color(
+            "degree:N",
+            scale=alt.Scale(range=["#999999", "#d55e00", "#0072b2", "#009e73", "#cc79a7"]),
         ),
     )
     return encoded.properties(width=560, height=280, title=title).configure(font="Liberation Sans")

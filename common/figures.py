@@ -22,6 +22,7 @@ FOLDER = pathlib.Path(__file__).resolve().parent.parent / "docs" / "img"
 FIGURES = {  # file: what it shows as data, and how it is drawn
     "roofline.svg": (roofline.plot_rows, roofline.chart),
     "exp2-error.svg": (exp2_study.plot_rows, exp2_study.chart),
+    "exp2-histogram.svg": (exp2_study.histogram_rows, exp2_study.histogram_chart),
     "exp2-share.svg": (exp2_share.plot_rows, exp2_share.chart),
     "rescaling.svg": (rescaling.plot_rows, rescaling.chart),
 }

@@ -492,6 +492,19 @@ def test_the_figure_shows_three_curves():
     assert largest == pytest.approx(7.48e-5, rel=0.01)
 
 
+@pytest.mark.parametrize("degree", DEGREES)
+def test_the_histogram_agrees_with_the_exhaustive_count(degree):
+    """All fractions are there, none is in a bin beyond the largest error, and the mean fits."""
+    rows = [row for row in exp2_study.histogram_rows() if row["degree"] == str(degree)]
+    found = DATA["errors"][f"one {degree}"]["fp32"]
+    assert sum(row["share"] for row in rows) == pytest.approx(1, abs=1e-4)
+    filled = [row["decades"] for row in rows if row["share"]]
+    assert 10 ** filled[-1] <= found["max"] < 10 ** (filled[-1] + 2 / exp2_study.BINS)
+    width = 1 / exp2_study.BINS
+    low, high = (sum(r["share"] * 10 ** (r["decades"] + x) for r in rows) for x in (0, width))
+    assert low <= found["mean"] <= high
+
+
 def test_the_command(capsys):
     exp2_study.main(["exhaustive", "--degree", "2", "--stride", "65536"])
     found = json.loads(capsys.readouterr().out)
