@@ -12,7 +12,7 @@ ROWS = exp2_output.results()
 def test_the_data_is_what_the_study_gives_now():
     found = exp2_output.study([2, 3])
     committed = [row for row in ROWS if row["degree"] in (2, 3)]
-    assert len(found) == len(committed) == 24
+    assert len(found) == len(committed) == 48
     for new, old in zip(found, committed):
         assert {k: new[k] for k in ("inputs", "dtype", "degree", "emulated")} == {
             k: old[k] for k in ("inputs", "dtype", "degree", "emulated")
