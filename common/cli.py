@@ -255,6 +255,8 @@ def pack(
             for with_log in (False, True) if log else (False,):
                 key = CompileKey(stage.number, "sm_100a", dtype, head_dim)
                 folder = out / artefact_name(key, with_log)
+                if folder.exists():
+                    raise ValueError(f"--out: {folder} is there already; give another folder")
                 folder.mkdir(parents=True)
                 pack_kernel(stage, key, folder, with_log)
                 console.print(str(folder), soft_wrap=True)

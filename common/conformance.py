@@ -176,6 +176,9 @@ def _acts(found: list[Step], warp: int, log: Log, tensors: dict[int, str]) -> It
             yield Act(step.verb, step.what, (*step.numbers[:2], whole), where)
         elif step.verb == "bulk.wait":
             yield Act("bulk.wait", "read" if step.facts["read"] else "", step.numbers, where)
+        elif step.verb in ("fence", "wait"):  # of the whole warp, whose lanes are one thread here
+            part = "" if whole == THREADS_PER_WARP else f" of {whole} lanes only"
+            yield Act(step.verb, step.what + part, step.numbers, where)
         elif step.verb != "bar.wait":
             yield Act(step.verb, step.what, step.numbers, where)
 

@@ -509,6 +509,17 @@ def test_changed_words_alone_are_a_difference(ladder, two_stages):
 # ---- verify --------------------------------------------------------------------------------
 
 
+def test_pack_leaves_a_folder_that_is_there_alone(ladder, dsl, tmp_path):
+    from flash_ladder.common.compile import CompileKey
+    from flash_ladder.common.hopper.run import artefact_name
+
+    folder = tmp_path / artefact_name(CompileKey(4, "sm_100a", "bfloat16", 64), log=False)
+    folder.mkdir()
+    code, _, err = ladder("pack", "4", "--out", str(tmp_path))
+    assert code == 2 and "is there already; give another folder" in " ".join(err.split())
+    assert not list(folder.iterdir())
+
+
 def test_verify_without_a_gpu_says_why(ladder, no_gpu, tmp_path):
     path = tmp_path / "evidence.json"
     code, out, complaint = ladder("verify", "1", "--out", str(path))

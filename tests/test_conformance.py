@@ -341,6 +341,18 @@ def test_other_columns_and_fewer_lanes():
     assert not _conform(NAME, events).exact
 
 
+@pytest.mark.parametrize("kind", [Kind.FENCE, Kind.WAIT])
+@pytest.mark.parametrize("warp", [0, 8, 14])
+def test_a_fence_or_wait_of_one_lane(kind, warp):
+    """It may not stand for the other 31, which store and load as well."""
+    place = _first(NAME, kind, warp=warp)
+    events = list(log_of(NAME).events)
+    events[place] = replace(events[place], lanes=1)
+    (difference,) = _conform(NAME, events).differences
+    kernel, model = _shown(difference)
+    assert " of 1 lanes only" in kernel and "lanes" not in model
+
+
 def test_a_named_barrier_with_another_number():
     place = _first(NAME, Kind.BAR_ARRIVE)
     (difference,) = _conform(NAME, _changed(NAME, place, w0=9)).differences
