@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from . import exp2_output, minimax
+from . import exp2_output, minimax, studies
 from .model import MACHINES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -97,7 +97,7 @@ def points() -> list[tuple[int, int, int]]:
 
 def results() -> list[dict]:
     """The committed points; FileNotFoundError outside a checkout."""
-    return json.loads(RESULTS.read_text(encoding="utf-8"))
+    return studies.read_rows(RESULTS)
 
 
 def floor_cycles(point: dict, machine: str) -> float:
@@ -121,13 +121,15 @@ def frontier(points: Sequence[dict], machine: str, head_dim: int) -> list[dict]:
 
     Only those without spills whose error in bf16 is within TOLERANCE.
     """
-    measure = lambda p: (floor_cycles(p, machine), p["live"], error(p))
-    rows = [p for p in points if p["head_dim"] == head_dim and not p["spills"]]
-    rows = [p for p in rows if error(p) <= TOLERANCE]
-    beaten = lambda p, q: (
-        measure(q) != measure(p) and all(y <= x for x, y in zip(measure(p), measure(q)))
+    measured = [
+        ((floor_cycles(p, machine), p["live"], error(p)), p)
+        for p in points
+        if p["head_dim"] == head_dim and not p["spills"] and error(p) <= TOLERANCE
+    ]
+    beaten = lambda mine: any(
+        other != mine and all(y <= x for x, y in zip(mine, other)) for other, _ in measured
     )
-    return sorted((p for p in rows if not any(beaten(p, q) for q in rows)), key=measure)
+    return [p for mine, p in sorted(measured, key=lambda row: row[0]) if not beaten(mine)]
 
 
 def table(points: Sequence[dict]) -> str:
@@ -158,11 +160,9 @@ def table(points: Sequence[dict]) -> str:
 
 def main() -> None:
     """Compile, write, print."""
-    if not RESULTS.parent.is_dir():
-        sys.exit(f"no folder {RESULTS.parent}: run this in a checkout of the repository")
+    studies.require_checkout(RESULTS.parent)
     found = [compiled(*point) for point in points()]
-    text = ",\n".join(json.dumps(point) for point in found)
-    RESULTS.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+    studies.write_rows(RESULTS, found)
     print(table(found))
 
 

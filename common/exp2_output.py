@@ -10,10 +10,8 @@ Runs: host.
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import exp2, float32, inputs, minimax, reference
+from . import exp2, float32, inputs, minimax, reference, studies
 
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "data" / "exp2-output.json"
 GENERATORS = ("gaussian", "llm_like")
@@ -126,7 +124,7 @@ def study(degrees: Sequence[int] = minimax.DEGREES) -> list[dict]:
 
 def results() -> list[dict]:
     """The committed rows; FileNotFoundError outside a checkout."""
-    return json.loads(RESULTS.read_text(encoding="utf-8"))
+    return studies.read_rows(RESULTS)
 
 
 def worst(rows: Sequence[dict], dtype: str, degree: int, emulated: int) -> tuple[float, float]:
@@ -152,11 +150,9 @@ def table(rows: Sequence[dict]) -> str:
 
 def main() -> None:
     """Compute, write, print."""
-    if not RESULTS.parent.is_dir():
-        sys.exit(f"no folder {RESULTS.parent}: run this in a checkout of the repository")
+    studies.require_checkout(RESULTS.parent)
     rows = study()
-    text = ",\n".join(json.dumps(row) for row in rows)
-    RESULTS.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+    studies.write_rows(RESULTS, rows)
     print(table(rows))
 
 

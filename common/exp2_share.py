@@ -7,13 +7,11 @@ docs/data/exp2-share.json and prints the tables of docs/exp2.md. Runs: host.
 
 from __future__ import annotations
 
-import json
 import pathlib
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from unittest.mock import patch
 
-from . import derived
+from . import derived, studies
 from .stage import Stage
 
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "data" / "exp2-share.json"
@@ -62,7 +60,7 @@ def sweep(machines: Sequence[str] = MACHINES) -> list[dict]:
 
 def results() -> list[dict]:
     """The committed points; FileNotFoundError outside a checkout."""
-    return json.loads(RESULTS.read_text(encoding="utf-8"))
+    return studies.read_rows(RESULTS)
 
 
 def best(points: Iterable[dict]) -> dict:
@@ -125,36 +123,25 @@ def plot_rows() -> list[dict]:
 
 def chart():
     """An altair chart of `plot_rows`."""
-    from .timeline import require_altair
-
-    alt = require_altair()
+    alt = studies.require_altair()
     cases = [f"{machine}, head dim {d}" for d in HEAD_DIMS for machine in MACHINES]
-    title = alt.Title(
+    return studies.line_plot(
+        plot_rows(),
         f"Cycles of a key tile over the emulated share, stage {STAGE:02d}",
-        subtitle="Derived by the SM model, not measured; both query tiles of a CTA.",
+        "Derived by the SM model, not measured; both query tiles of a CTA.",
+        alt.X("emulated:Q", title="emulated exponentials of 128"),
+        alt.Y("cycles:Q", title="cycles", scale=alt.Scale(zero=False)),
+        ("case", dict(zip(cases, ("#0072b2", "#56b4e9", "#d55e00", "#e69f00")))),
+        2 * (studies.SOLID, studies.DASHED),
+        point=True,
     )
-    lines = alt.Chart(alt.Data(values=plot_rows())).mark_line(strokeWidth=2, point=True)
-    encoded = lines.encode(
-        x=alt.X("emulated:Q", title="emulated exponentials of 128"),
-        y=alt.Y("cycles:Q", title="cycles", scale=alt.Scale(zero=False)),
-        color=alt.Color(
-            "case:N",
-            scale=alt.Scale(domain=cases, range=["#0072b2", "#56b4e9", "#d55e00", "#e69f00"]),
-        ),
-        strokeDash=alt.StrokeDash(
-            "case:N", scale=alt.Scale(domain=cases, range=[[1, 0], [6, 3], [1, 0], [6, 3]])
-        ),
-    )
-    return encoded.properties(width=560, height=280, title=title).configure(font="Liberation Sans")
 
 
 def main() -> None:
     """Compute, write, print."""
-    if not RESULTS.parent.is_dir():
-        sys.exit(f"no folder {RESULTS.parent}: run this in a checkout of the repository")
+    studies.require_checkout(RESULTS.parent)
     points = sweep()
-    text = ",\n".join(json.dumps(point) for point in points)
-    RESULTS.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+    studies.write_rows(RESULTS, points)
     print(table(points))
 
 

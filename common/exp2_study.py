@@ -20,7 +20,7 @@ import mpmath
 import numpy as np
 from mpmath import mp
 
-from . import exp2, exp2_search, minimax
+from . import exp2, exp2_search, minimax, studies
 
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "data" / "exp2.json"
 COMMAND = "python -m flash_ladder.common.minimax exhaustive --write"
@@ -174,26 +174,16 @@ def plot_rows() -> list[dict]:
 
 def chart():
     """An altair chart of `plot_rows`."""
-    from .timeline import require_altair
-
-    alt = require_altair()
-    labels = list(CURVES.values())
-    lines = alt.Chart(alt.Data(values=plot_rows())).mark_line(strokeWidth=2)
-    title = alt.Title(
+    alt = studies.require_altair()
+    return studies.line_plot(
+        plot_rows(),
         "Relative error of p(f) for 2^f, degree 3",
-        subtitle="Derived, not measured: float32 coefficients, exact arithmetic.",
+        "Derived, not measured: float32 coefficients, exact arithmetic.",
+        alt.X("fraction:Q", title="fraction f"),
+        alt.Y("error:Q", title="p(f) / 2^f - 1", axis=alt.Axis(format=".0e")),
+        ("polynomial", dict(zip(CURVES.values(), ("#999999", "#0072b2", "#d55e00")))),
+        (studies.DOTTED, studies.SOLID, studies.DASHED),
     )
-    encoded = lines.encode(
-        x=alt.X("fraction:Q", title="fraction f"),
-        y=alt.Y("error:Q", title="p(f) / 2^f - 1", axis=alt.Axis(format=".0e")),
-        color=alt.Color(
-            "polynomial:N", scale=alt.Scale(domain=labels, range=["#999999", "#0072b2", "#d55e00"])
-        ),
-        strokeDash=alt.StrokeDash(
-            "polynomial:N", scale=alt.Scale(domain=labels, range=[[2, 2], [1, 0], [6, 3]])
-        ),
-    )
-    return encoded.properties(width=560, height=280, title=title).configure(font="Liberation Sans")
 
 
 @functools.cache
@@ -221,25 +211,16 @@ def histogram_rows() -> list[dict]:
 
 def histogram_chart():
     """An altair chart of `histogram_rows`."""
-    from .timeline import require_altair
-
-    alt = require_altair()
-    title = alt.Title(
+    alt = studies.require_altair()
+    return studies.line_plot(
+        histogram_rows(),
         "How large the error of 2^f is, over uniform f, p0 = 1",
-        subtitle=f"Derived, not measured: float32 modelled bit for bit, one fraction in {STRIDE}.",
+        f"Derived, not measured: float32 modelled bit for bit, one fraction in {STRIDE}.",
+        alt.X("decades:Q", title="log10 of the relative error", scale=alt.Scale(nice=False)),
+        alt.Y("share:Q", title="share of fractions", axis=alt.Axis(format="%")),
+        ("degree", dict(zip(map(str, minimax.DEGREES), HUES))),
+        interpolate="step-after",
     )
-    bars = alt.Chart(alt.Data(values=histogram_rows())).mark_line(
-        interpolate="step-after", strokeWidth=2
-    )
-    encoded = bars.encode(
-        x=alt.X("decades:Q", title="log10 of the relative error", scale=alt.Scale(nice=False)),
-        y=alt.Y("share:Q", title="share of fractions", axis=alt.Axis(format="%")),
-        color=alt.Color(
-            "degree:N",
-            scale=alt.Scale(range=["#999999", "#d55e00", "#0072b2", "#009e73", "#cc79a7"]),
-        ),
-    )
-    return encoded.properties(width=560, height=280, title=title).configure(font="Liberation Sans")
 
 
 # --- command ------------------------------------------------------------------------------------
@@ -294,8 +275,7 @@ def _exhaustive(degrees: Sequence[int], asked: argparse.Namespace) -> None:
         return
     if degrees != minimax.DEGREES or asked.stride != 1:
         sys.exit("--write is for all degrees and every float32: leave --degree and --stride out")
-    if not RESULTS.parent.parent.is_dir():
-        sys.exit(f"no folder {RESULTS.parent.parent}: run this in a checkout of the repository")
+    studies.require_checkout(RESULTS.parent.parent)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(study(**options), indent=1) + "\n", encoding="utf-8")
     print(RESULTS)

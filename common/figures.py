@@ -11,10 +11,10 @@ import hashlib
 import json
 import pathlib
 import re
-import sys
 from importlib.metadata import version
 
 from . import exp2_share, exp2_study, rescaling, roofline
+from .studies import require_checkout
 from .timeline import require_altair
 
 DRAWN_BY = ("altair", "vl-convert-python")
@@ -60,8 +60,7 @@ def figure(name: str) -> str:
 
 def main(folder: pathlib.Path = FOLDER) -> None:
     """Write all figures; they belong to a checkout."""
-    if not folder.is_dir():
-        sys.exit(f"no folder {folder}: run this in a checkout of the repository")
+    require_checkout(folder)
     for name in FIGURES:
         (folder / name).write_text(figure(name), encoding="utf-8")
         print(folder / name)

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import inputs
+from . import inputs, studies
 
 GENERATORS = ("gaussian", "llm_like", "dominant_key", "descending_max", "ascending_max")
 SIZE = {"batch": 1, "heads": 2, "seqlen_q": 256, "seqlen_k": 4096, "head_dim": 128}
@@ -82,27 +82,17 @@ def plot_rows() -> list[dict]:
 
 def chart():
     """An altair chart of `plot_rows`."""
-    from .timeline import require_altair
-
-    alt = require_altair()
-    title = alt.Title(
+    alt = studies.require_altair()
+    return studies.line_plot(
+        plot_rows(),
         "Warps that leave O alone, over the threshold",
-        subtitle="Derived, not measured: the rule applied to scores computed on a CPU.",
+        "Derived, not measured: the rule applied to scores computed on a CPU.",
+        alt.X("threshold:Q", title="threshold, log2"),
+        alt.Y("share:Q", title="share of warps and key tiles", axis=alt.Axis(format="%")),
+        ("inputs", dict(zip(GENERATORS, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#999999")))),
+        (studies.SOLID, studies.DASHED, studies.DOTTED, [4, 2, 1, 2], [8, 2]),
+        point=True,
     )
-    lines = alt.Chart(alt.Data(values=plot_rows())).mark_line(strokeWidth=2, point=True)
-    encoded = lines.encode(
-        x=alt.X("threshold:Q", title="threshold, log2"),
-        y=alt.Y("share:Q", title="share of warps and key tiles", axis=alt.Axis(format="%")),
-        color=alt.Color(
-            "inputs:N",
-            scale=alt.Scale(
-                domain=list(GENERATORS),
-                range=["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#999999"],
-            ),
-        ),
-        strokeDash=alt.StrokeDash("inputs:N", scale=alt.Scale(domain=list(GENERATORS))),
-    )
-    return encoded.properties(width=560, height=280, title=title).configure(font="Liberation Sans")
 
 
 if __name__ == "__main__":
