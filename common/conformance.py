@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .hopper.log import TMEM_A, WORD, Log
 from .hopper.steps import QUARTERS, Step, steps
@@ -215,7 +215,7 @@ def _wanted(
     """What each warp of a role should do; shares are those of one warp."""
     m_block, head, batch = place
     warps = len(role.warps)
-    for note in notes:
+    for note in _neighbours_joined(notes):
         numbers = note.numbers
         if note.verb in ("read", "write"):
             numbers = (numbers[0] // warps,)
@@ -233,6 +233,26 @@ def _wanted(
         elif note.verb == "sync":
             numbers = (plan.barrier(note.what.partition("[")[0]).arrivals(plan),)
         yield Act(note.verb, note.what, numbers, note.line)
+
+
+def _neighbours_joined(notes: Sequence[Note]) -> Iterator[Note]:
+    """Accesses of neighbouring columns one after the other as one, as `steps` has them."""
+    held = None
+    for note in notes:
+        if held and _continues(held, note):
+            held = replace(held, numbers=(held.numbers[0], held.numbers[1] + note.numbers[1]))
+            continue
+        if held:
+            yield held
+        held = note
+    if held:
+        yield held
+
+
+def _continues(before: Note, note: Note) -> bool:
+    same = (before.verb, before.what) == (note.verb, note.what)
+    tmem = note.verb in ("tmem.ld", "tmem.st")
+    return tmem and same and sum(before.numbers) == note.numbers[0]
 
 
 def _rows(notes: Sequence[Note], note: Note) -> int:

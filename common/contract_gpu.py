@@ -25,7 +25,7 @@ from .contract import (
 )
 from .envelope import check
 from .executed import check_log
-from .hopper.log import decode
+from .hopper.log import Log, decode
 from .launch import execution, kernel_for, launch, modes
 from .stage import Stage
 
@@ -308,13 +308,11 @@ def check_executed(stage: Stage, dtype: str, head_dim: int) -> Executed:
     return Executed(len(logs), *sizes, acts, tuple(sorted(edges)))
 
 
-def _logs_and_notes(stage: Stage, problem: inputs.Problem):
-    """(log, the model's notes, (m_block, head, batch)) of each CTA of a problem."""
+def executed_logs(stage: Stage, problem: inputs.Problem) -> list[Log]:
+    """Execute a problem with the log, and check nothing of it; the logs of all CTAs in order."""
     from .hopper.run import session
 
-    batch, seqlen_q, heads, _ = problem.q.shape
-    blocks = math.ceil(seqlen_q / (stage.config.TILE_M * getattr(stage.config, "Q_TILES", 1)))
-    ctas = blocks * heads * batch
+    _, ctas = _grid(stage, problem)
     engine = session(torch.cuda.current_device())
     engine.settings(log_clusters=ctas, log_units=LOG_UNITS)
     try:
@@ -324,6 +322,21 @@ def _logs_and_notes(stage: Stage, problem: inputs.Problem):
     finally:
         engine.settings()
     assert len(logs) == ctas, f"{len(logs)} of {ctas} CTAs have a log"
+    return logs
+
+
+def _grid(stage: Stage, problem: inputs.Problem) -> tuple[int, int]:
+    """(blocks of query rows, CTAs) of a launch."""
+    batch, seqlen_q, heads, _ = problem.q.shape
+    blocks = math.ceil(seqlen_q / (stage.config.TILE_M * getattr(stage.config, "Q_TILES", 1)))
+    return blocks, blocks * heads * batch
+
+
+def _logs_and_notes(stage: Stage, problem: inputs.Problem):
+    """(log, the model's notes, (m_block, head, batch)) of each CTA of a problem."""
+    blocks, _ = _grid(stage, problem)
+    heads = problem.q.shape[2]
+    logs = executed_logs(stage, problem)
     tensors = [x.cpu() for x in (problem.q, problem.k, problem.v)]
     run = stage.simulate(*tensors, softmax_scale=problem.softmax_scale)
     for log, notes in zip(logs, run.notes):

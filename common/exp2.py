@@ -44,7 +44,7 @@ can be negative, nothing is claimed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -57,6 +57,7 @@ ONE = 0x3F800000  # bits of 1.0
 CHUNK = 1 << 13  # values at a time: small enough for the cache, and for malloc without mmap
 CONSTANT = 127 - 26  # exponent field below which p is p0: |f| < 2^-26, see `exhaustive`
 DROPPED = {"bf16": 16, "fp16": 13}  # bits of a float32 mantissa that the format does not keep
+Function = Sequence[float] | Callable[[np.ndarray], np.ndarray]
 DIGITS = 7  # of a result; the last bits of a sum depend on the machine's vector length
 
 
@@ -119,14 +120,18 @@ def monotone(coefficients: Sequence[float]) -> bool:
 
 
 def exhaustive(
-    polynomials: Mapping[str, Sequence[float]],
+    functions: Mapping[str, Function],
     variant: str = "one",
     *,
     stride: int = 1,
     literal: bool = False,
+    reference: Callable[[np.ndarray], np.ndarray] | None = None,
     progress=lambda text: None,
 ) -> dict[str, dict]:
-    """The error of polynomials at every float32 fraction, in float32, bf16 and fp16.
+    """The error of functions for 2^x at every float32 fraction, in float32, bf16 and fp16.
+
+    functions: the coefficients of a polynomial, or a function of float32 arrays that is constant
+    below 2^-26.
 
     Fractions: the closed interval [0, 1], for "nearest" [-1/2, 1/2]. Reference: 2^x in float64,
     whose error (below 1 ulp of float64, 2.3e-16) is under 1e-8 of what is told here. stride: only
@@ -137,15 +142,16 @@ def exhaustive(
     Maximum over all float32; mean and bias (the mean with its sign) weigh each of them with the
     distance to the next, which is a uniform distribution, as for the paper's Table 2. same:
     share that equals the correctly rounded result; within_one: share that is at most one unit of
-    the 16-bit format off it. Returns name -> results, and "ideal" for correct rounding. Raises
-    ValueError for another variant or a stride below 1.
+    the 16-bit format off it; with a reference, another function for 2^x, its rounded result in
+    place of the correctly rounded one. Returns name -> results, and "ideal" for correct rounding.
+    Raises ValueError for another variant or a stride below 1.
     """
     minimax.variant(variant)
     if stride < 1:
         raise ValueError(f"stride must be at least 1; got {stride}")
-    tallies = {name: Tally() for name in ("ideal", *polynomials)}
+    tallies = {name: Tally() for name in ("ideal", *functions)}
     for piece, weight in pieces(variant, stride, literal):
-        _visit(tallies, polynomials, piece, weight * stride)
+        _visit(tallies, functions, reference, piece, weight * stride)
         if float32.bits(piece[0]) % (1 << MANTISSA) == 0:
             progress(f"fractions from {piece[0]}")
     return {name: tally.result() for name, tally in tallies.items()}
@@ -176,15 +182,21 @@ def _run(start: int, stop: int, stride: int) -> np.ndarray:
     return float32.from_bits(np.arange(start, stop, stride, dtype=np.uint32))
 
 
-def _visit(tallies: dict, polynomials: Mapping, piece: np.ndarray, weight: float) -> None:
+def _visit(tallies: dict, functions: Mapping, reference, piece: np.ndarray, weight: float) -> None:
     """Adds one run of fractions to all tallies."""
     truth = np.exp2(piece.astype(np.float64))
-    nearest = {name: round_mantissa(truth, MANTISSA + 6 + d) for name, d in DROPPED.items()}
-    tallies["ideal"].add(piece, truth, truth.astype(np.float32), nearest, nearest, weight)
-    for name, coefficients in polynomials.items():
-        value = np.broadcast_to(horner(piece, coefficients), piece.shape)
-        short = {name: round_mantissa(value, dropped) for name, dropped in DROPPED.items()}
-        tallies[name].add(piece, truth, value, short, nearest, weight)
+    ideal = {name: round_mantissa(truth, MANTISSA + 6 + d) for name, d in DROPPED.items()}
+    wanted = _short(reference(piece)) if reference else ideal
+    tallies["ideal"].add(piece, truth, truth.astype(np.float32), ideal, wanted, weight)
+    for name, function in functions.items():
+        value = function(piece) if callable(function) else horner(piece, function)
+        value = np.broadcast_to(value, piece.shape)
+        tallies[name].add(piece, truth, value, _short(value), wanted, weight)
+
+
+def _short(value: np.ndarray) -> dict[str, np.ndarray]:
+    """float32 rounded to each 16-bit format."""
+    return {name: round_mantissa(value, dropped) for name, dropped in DROPPED.items()}
 
 
 def round_mantissa(x: np.ndarray, dropped: int) -> np.ndarray:
@@ -210,8 +222,8 @@ class Tally:
         self.shares = {name: np.zeros(2) for name in DROPPED}
         self.by_binade: dict[int, float] = {}
 
-    def add(self, piece, truth, value, short, nearest, weight) -> None:
-        """Adds a run of fractions: 2^x, p in float32, p and 2^x in both short formats."""
+    def add(self, piece, truth, value, short, wanted, weight) -> None:
+        """Adds a run of fractions: 2^x, p in float32, p and what it should be in short formats."""
         self.count += piece.size
         self.weight += weight * piece.size
         worst = self._errors("fp32", piece, truth, value, weight)
@@ -219,8 +231,8 @@ class Tally:
         self.by_binade[exponent] = max(worst, self.by_binade.get(exponent, 0.0))
         for name, rounded in short.items():
             self._errors(name, piece, truth, rounded, weight)
-            unit = np.spacing(nearest[name].astype(np.float32)) * np.float32(2 ** DROPPED[name])
-            off = np.abs(rounded - nearest[name])
+            unit = np.spacing(wanted[name].astype(np.float32)) * np.float32(2 ** DROPPED[name])
+            off = np.abs(rounded - wanted[name])
             counts = np.count_nonzero(off == 0), np.count_nonzero(off <= unit)
             self.shares[name] += weight * np.array(counts)
 

@@ -63,7 +63,7 @@ def verify(
     run = {
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
-        "driver": _driver(),
+        "driver": driver(),
         "torch": torch.__version__,
         "dsl": versions()["nvidia-cutlass-dsl"],
         "target": target,
@@ -202,7 +202,7 @@ def _tightest(verdicts: dict) -> dict[str, Any]:
     return worst
 
 
-def _driver() -> str:
+def driver() -> str:
     """The driver's version as nvidia-smi prints it, or "unknown"."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:

@@ -388,6 +388,25 @@ def test_a_model_that_does_something_else_is_noticed():
     assert kernel.startswith(f"commit {gone.what} ")
 
 
+@pytest.mark.parametrize("moved", [0, 16])
+def test_a_model_that_stores_neighbouring_columns_in_parts(moved):
+    """The log shows them as one step; with a gap between them they are not the same."""
+    notes, parts = [], 0
+    for note in notes_of(NAME):
+        if note.verb == "tmem.st" and note.what.startswith("P"):
+            first, columns = note.numbers
+            half = columns // 2
+            notes.append(replace(note, numbers=(first, half)))
+            notes.append(replace(note, numbers=(first + half + moved, columns - half)))
+            parts += 2
+        else:
+            notes.append(note)
+    assert parts
+    found = {difference.agent for difference in _conform(NAME, notes=notes).differences}
+    softmax = {f"SOFTMAX{tile}.{warp}" for tile in range(2) for warp in range(4)}
+    assert found == (softmax if moved else set())
+
+
 def test_each_warp_that_differs_is_named_once():
     events = [row for row in log_of(NAME).events if row.kind != Kind.STORE_TMEM]
     found = [difference.agent for difference in _conform(NAME, events).differences]

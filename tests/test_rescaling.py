@@ -2,11 +2,15 @@
 """Stage 06's rule: when a row's maximum moves, what is skipped, and that nothing overflows."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from flash_ladder import load
 from flash_ladder.common import inputs, numerics, reference, rescaling
+from flash_ladder.common.hopper.log import Kind
+
+from tests.recorded_logs import INDEX, log_of, plan_of
 
 OLD, STAGE = load(5), load(6)
 CONFIG = STAGE.config
@@ -82,7 +86,17 @@ def test_no_probability_exceeds_the_bound():
 
 def test_the_page_shows_what_is_skipped():
     page = (STAGE.folder / "README.md").read_text(encoding="utf-8")
-    assert rescaling.table() in page, "python -m flash_ladder.common.rescaling"
+    executed = rescaling.results()["executed"]
+    assert rescaling.table(executed) in page, "python -m flash_ladder.common.rescaling"
+
+
+@pytest.mark.parametrize("name", rescaling.GENERATORS)
+def test_the_kernel_skipped_what_the_rule_says(name):
+    """Up to a pair or two, whose step lies within rounding of the threshold."""
+    ran = rescaling.results()["executed"][name]
+    share, _ = rescaling.left_alone(rescaling._problem(name), CONFIG.THRESHOLD)
+    assert ran["warps"] == 2 * 2 * 4 * 31  # heads, query tiles, warps, key tiles
+    assert abs(ran["left_alone"] - share * ran["warps"]) <= 2
 
 
 def test_the_curves_rise_with_the_threshold():
@@ -96,3 +110,16 @@ def test_a_row_of_nan_always_moves():
     problem.q[0, 0] = math.nan
     assert rescaling.moves(problem, 8.0)[:, 0, 0].all()
     assert not rescaling.moves(problem, 8.0)[1:, 0, 1:].any()
+
+
+def test_a_log_shows_what_was_left_alone():
+    """In stage 04 every warp stores O at every key tile; then one of them does not."""
+    log, plan = log_of("04-grid"), plan_of("04-grid")
+    (role,) = (role for role in plan.roles if role.name == "CORRECTION")
+    pairs = INDEX["04-grid"]["seqlen_k"] // 128 - 1
+    assert rescaling.left_alone_in(log, plan) == [False] * (4 * CONFIG.Q_TILES * pairs)
+    warp = role.warps[2]
+    stores = [at for at, e in enumerate(log.events) if (e.kind, e.warp) == (Kind.STORE_TMEM, warp)]
+    for gone, tiles in ((stores, CONFIG.Q_TILES * pairs), (stores[-4:], 1)):  # 4: a row of O
+        kept = tuple(e for at, e in enumerate(log.events) if at not in gone)
+        assert rescaling.left_alone_in(replace(log, events=kept), plan).count(True) == tiles
