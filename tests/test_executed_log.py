@@ -486,10 +486,13 @@ NOT_IN_THE_LOG = {  # beyond waits for loads of tensor memory, and what model.py
         "CORRECTION wait stats_full1": "as stats_full0",
     },
 }
+NOT_IN_THE_LOG |= dict.fromkeys((5, 6), NOT_IN_THE_LOG[4])
 ONLY_IN_THE_LOG = {  # has a reason, that of the model, and is noticed: the log knows warps apart
     2: ["start_end", "p_full", "fence tcgen05.before", "fence tcgen05.after"],
     3: ["EPILOGUE bulk_wait"],  # the second, which covers the first
     4: ["EPILOGUE bulk_wait"],
+    5: ["EPILOGUE bulk_wait"],
+    6: ["EPILOGUE bulk_wait"],
 }
 
 
