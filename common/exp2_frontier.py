@@ -36,8 +36,8 @@ from flash_ladder import load
 from flash_ladder.common import contract
 from flash_ladder.common.compile import compile_stage
 kernel = compile_stage(load({stage}), arch="sm_100a", dtype="bfloat16", head_dim={head_dim})
-report = contract.read_kernel(kernel)[1]
-print(json.dumps(report.as_dict()))
+ptx, report = contract.read_kernel(kernel)
+print(json.dumps(report.as_dict() | {{"ptx_arithmetic": ptx.arithmetic}}))
 """
 
 
@@ -58,6 +58,7 @@ def config_with(text: str, degree: int, pairs: int, head_dim: int) -> str:
 def report_of(changed: Mapping[str, str], head_dim: int) -> dict:
     """The static report of STAGE in bf16 with other texts for some of its files, as plain data.
 
+    "ptx_arithmetic" counts the PTX's arithmetic instructions by opcode.
     changed: file name in the stage's folder -> text. Compiled for sm_100a by another process, in a
     copy of the checkout; RuntimeError, with the end of its words, if that fails.
     """

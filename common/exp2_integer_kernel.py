@@ -14,6 +14,7 @@ from . import exp2_frontier
 
 HEAD_DIMS = exp2_frontier.HEAD_DIMS
 SHOWN = ("mufu", "fma", "issue_all_min", "issue_all_max")  # cycles in the data
+DIRECTED = ("add.rm.f32x2", "fma.rm.f32x2", "fma.rp.f32x2")  # PTX: floors and the maximum, in pairs
 
 UPDATE_MAX = '''\
 @cute.jit
@@ -111,7 +112,7 @@ def changed(variant: str) -> dict[str, str]:
 def compiled(variant: str, head_dim: int) -> dict:
     """One variant at the stage's EMULATED: slots a score, cycles of a tile, P, registers."""
     report = exp2_frontier.report_of(changed(variant), head_dim)
-    model = report["model"]
+    model, opcodes = report["model"], report["ptx_arithmetic"]
     cycles = {name.removeprefix("softmax_"): value for name, value in model["cycles"].items()}
     return {
         "head_dim": head_dim,
@@ -122,6 +123,7 @@ def compiled(variant: str, head_dim: int) -> dict:
         "two_warps": model["replay_two_warps"],
         "live": model["live_registers"],
         "spills": report["spill_instructions"],
+        "directed": {name: opcodes.get(name, 0) for name in DIRECTED},
         "ptxas": report["resources"]["ptxas"],
     }
 

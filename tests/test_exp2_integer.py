@@ -7,6 +7,7 @@ from math import ceil, floor
 import numpy as np
 import pytest
 import torch
+from flash_ladder import load
 from flash_ladder.common import contract, exp2, exp2_integer, float32, minimax, reference
 from flash_ladder.common import exp2_integer_kernel as kernel
 
@@ -136,6 +137,15 @@ def test_what_the_page_says():
         assert {row["spills"] for row in (stage, factor, both)} == {0}
 
 
+@pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
+def test_each_floor_is_in_one_fma_and_each_maximum_is_rounded_up(head_dim):
+    pairs = 2 * sum(load(6).config.EMULATED[head_dim])  # two softmax warpgroups
+    counts = ([pairs, 0, 0], [pairs, 0, 2], [0, pairs, 2])
+    for variant, count in zip(kernel.VARIANTS, counts):
+        row = find("compiled", head_dim=head_dim, variant=variant)
+        assert list(row["directed"].values()) == count, variant
+
+
 @pytest.mark.parametrize(("variant", "head_dim"), [("stage 06", 64), ("factor and floor", 128)])
 def test_a_variant_compiled_now_is_like_the_committed_one(variant, head_dim):
     reason = contract.compile_skip_reason()
@@ -149,6 +159,7 @@ def test_a_variant_compiled_now_is_like_the_committed_one(variant, head_dim):
         pytest.skip("the disassembler is missing")
     committed = find("compiled", head_dim=head_dim, variant=variant)
     assert found["cycles"]["mufu"] == committed["cycles"]["mufu"]
+    assert found["directed"] == committed["directed"]
     assert found["cycles"] == pytest.approx(committed["cycles"], rel=0.05)
     assert found["spills"] == 0 and found["live"] == pytest.approx(committed["live"], rel=0.1)
 
