@@ -158,6 +158,9 @@ def facts(
     head_dim: Annotated[int, typer.Option()] = 128,
     as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON.")] = False,
     report: Annotated[bool, typer.Option(help="The whole static report, loop by loop.")] = False,
+    ptxas: Annotated[
+        str, typer.Option(help="Another assembler: `ptxas` for the installed one, or a path.")
+    ] = "",
 ) -> None:
     """What the compiled code shows, beside what config.py declares."""
     from . import contract
@@ -165,7 +168,7 @@ def facts(
     from .compile import compile_stage
 
     kernel = compile_stage(stage, arch=arch, dtype=dtype.value, head_dim=head_dim)
-    ptx, machine_code = contract.read_kernel(kernel)
+    ptx, machine_code = contract.read_kernel(kernel, ptxas)
     found = facts_module.flat(ptx, machine_code)
     if as_json:
         print(json.dumps({"kernel": kernel.key.name, "facts": found}, indent=1))

@@ -24,7 +24,7 @@ from .model import observe
 from .ordering import Ordering
 from .pairwise import pairwise
 from .plan import Plan
-from .sass import SassReport, report
+from .sass import SassReport, assemble, report
 from .stage import Stage
 
 MAX_CASES = 60  # of a stage's gpu tier
@@ -318,9 +318,13 @@ def check_a1(stage: Stage, head_dim: int) -> None:
 NO_SPILLS = {"stack_bytes": 0, "spill_instructions": 0, "local_bytes": 0}
 
 
-def read_kernel(kernel: CompiledKernel) -> tuple[facts.PtxFacts, SassReport]:
-    """Facts of its PTX and the report on its machine code. MissingTool without nvdisasm."""
-    return facts.ptx_facts(kernel.ptx), report(kernel.cubin, d_qk=kernel.key.head_dim)
+def read_kernel(kernel: CompiledKernel, ptxas: str = "") -> tuple[facts.PtxFacts, SassReport]:
+    """Facts of its PTX and the report on its machine code. MissingTool without nvdisasm.
+
+    ptxas: assembles the PTX anew, as `sass.assemble` takes it; "" is the DSL's own.
+    """
+    cubin = assemble(kernel.ptx, kernel.key.arch, ptxas) if ptxas else kernel.cubin
+    return facts.ptx_facts(kernel.ptx), report(cubin, d_qk=kernel.key.head_dim)
 
 
 def declared_facts(stage: Stage, key: CompileKey) -> dict[str, object]:

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from . import exp2_output, minimax, studies
 from .model import MACHINES
@@ -36,8 +36,8 @@ from flash_ladder import load
 from flash_ladder.common import contract
 from flash_ladder.common.compile import compile_stage
 kernel = compile_stage(load({stage}), arch="sm_100a", dtype="bfloat16", head_dim={head_dim})
-report = contract.read_kernel(kernel)[1]
-print(json.dumps(report.as_dict()))
+ptx, report = contract.read_kernel(kernel)
+print(json.dumps(report.as_dict() | {{"ptx_arithmetic": ptx.arithmetic}}))
 """
 
 
@@ -55,21 +55,36 @@ def config_with(text: str, degree: int, pairs: int, head_dim: int) -> str:
     return text
 
 
-def compiled(degree: int, pairs: int, head_dim: int) -> dict:
-    """One point: cycles of a query tile and key tile on a B200, registers, spills."""
+def report_of(changed: Mapping[str, str], head_dim: int) -> dict:
+    """The static report of STAGE in bf16 with other texts for some of its files, as plain data.
+
+    "ptx_arithmetic" counts the PTX's arithmetic instructions by opcode.
+    changed: file name in the stage's folder -> text. Compiled for sm_100a by another process, in a
+    copy of the checkout; RuntimeError, with the end of its words, if that fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
         for name in ("common", "stages"):
             shutil.copytree(ROOT / name, copy / name)
         shutil.copy(ROOT / "conftest.py", copy)
-        config = copy / "stages" / f"{STAGE:02d}" / "config.py"
-        text = config.read_text(encoding="utf-8")
-        config.write_text(config_with(text, degree, pairs, head_dim), encoding="utf-8")
+        for name, text in changed.items():
+            (copy / "stages" / f"{STAGE:02d}" / name).write_text(text, encoding="utf-8")
         command = [sys.executable, "-c", _REPORT.format(stage=STAGE, head_dim=head_dim)]
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
     if done.returncode:
-        raise RuntimeError(f"degree {degree}, {pairs} pairs: {done.stderr[-2000:]}")
-    report = json.loads(done.stdout.splitlines()[-1])
+        raise RuntimeError(f"stage {STAGE:02d} with another {list(changed)}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def stage_text(name: str) -> str:
+    """A file of STAGE as it is."""
+    return (ROOT / "stages" / f"{STAGE:02d}" / name).read_text(encoding="utf-8")
+
+
+def compiled(degree: int, pairs: int, head_dim: int) -> dict:
+    """One point: cycles of a query tile and key tile on a B200, registers, spills."""
+    config = config_with(stage_text("config.py"), degree, pairs, head_dim)
+    report = report_of({"config.py": config}, head_dim)
     model = report["model"]
     cycles = {name.removeprefix("softmax_"): value for name, value in model["cycles"].items()}
     names = ("tensor", "smem", "mufu", "fma", "alu", "issue_all_min", "issue_all_max")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""float32 arithmetic of the GPU on numpy arrays, bit for bit: fma.rn, add.rn, add.rm, max.
+"""float32 arithmetic of the GPU on numpy arrays, bit for bit: fma.rn, fma.rm, add, max.
 
 Subnormals are kept (no .ftz) and every NaN result is 0x7fffffff, as PTX has it (PTX ISA 9.1,
 section 9.7.3: fma, add, max). Checked against exact fractions and, all but max.NaN, as parts of
@@ -52,19 +52,25 @@ def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def add_down(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """add.rm.f32: the largest float32 that is not above a + b; float32 in and out, broadcast.
+    """add.rm.f32: the largest float32 that is not above a + b; see `fma_down`."""
+    return fma_down(a, np.float32(1), b)
+
+
+def fma_down(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """fma.rm.f32: the largest float32 that is not above a * b + c; float32 in and out, broadcast.
 
     An exact sum of zero from opposite signs is -0, and a sum beyond the largest float32 is the
     largest float32 (IEEE 754, roundTowardNegative).
     """
-    a, b = np.broadcast_arrays(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    a, b, c = np.broadcast_arrays(*(np.asarray(x, np.float32) for x in (a, b, c)))
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        total, lost = _two_sum(a.astype(np.float64), b.astype(np.float64))
+        product = np.multiply(a, b, dtype=np.float64)  # exact
+        total, lost = _two_sum(product, c.astype(np.float64))
         near = np.atleast_1d(total.astype(np.float32))
         above = (near > total) | ((near == total) & (lost < 0))
         near[above] = np.nextafter(near[above], np.float32(-np.inf))
         near = near.reshape(a.shape)
-        both_positive = ~(np.signbit(a) | np.signbit(b))
+        both_positive = ~(np.signbit(product) | np.signbit(c))
         zero = (total == 0) & (lost == 0) & ~both_positive
     return _canonical(np.where(zero, np.float32(-0.0), near))
 

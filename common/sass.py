@@ -61,11 +61,26 @@ def find_tool(name: str) -> str:
 
 
 def _run(name: str, *arguments: str) -> str:
-    done = subprocess.run([find_tool(name), *arguments], capture_output=True, text=True)
+    """What a tool prints; `name` as for find_tool, or a path."""
+    tool = name if os.sep in name else find_tool(name)
+    done = subprocess.run([tool, *arguments], capture_output=True, text=True)
     if done.returncode:
         words = (done.stderr or done.stdout).strip()
         raise ToolFailed(f"{name} failed with code {done.returncode}: {words[:500]}")
     return done.stdout + done.stderr
+
+
+def assemble(ptx: str, arch: str, ptxas: str = "ptxas") -> bytes:
+    """The cubin that an assembler makes of a PTX text, for a target such as sm_100a.
+
+    ptxas: the path of one, or "ptxas" for the one of find_tool. Raises MissingTool, ToolFailed,
+    OSError for a path that cannot be run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = pathlib.Path(folder) / "kernel.ptx", pathlib.Path(folder) / "kernel.cubin"
+        source.write_text(ptx, encoding="utf-8")
+        _run(ptxas, f"-arch={arch}", str(source), "-o", str(target))
+        return target.read_bytes()
 
 
 @dataclass(frozen=True)

@@ -403,6 +403,13 @@ def test_facts_gives_the_static_report(ladder, machine_code):
     assert code == 0 and "sm_100a" in out and "loop" in out
 
 
+def test_facts_of_another_assembler(ladder, machine_code):
+    _refused(ladder("facts", "1", "--ptxas", "/nowhere/ptxas"), "/nowhere/ptxas")
+    pytest.importorskip("nvidia.cu13", reason="needs the wheel nvidia-cuda-nvcc==13.0.88")
+    code, out, _ = ladder("facts", "1", "--json", "--ptxas", "ptxas")
+    assert code == 0 and json.loads(out)["facts"]["ptxas"].startswith("V13.")
+
+
 def test_facts_that_were_declared_wrong_are_exit_code_1(ladder, machine_code, stage, monkeypatch):
     monkeypatch.setitem(stage.config.DECLARED[128], "ex2", 1)
     code, out, complaint = ladder("facts", "1")

@@ -186,6 +186,14 @@ def test_add_down_is_the_float_below(kind):
         assert float(value) == neighbours_of(Fraction(float(x)) + Fraction(float(y)))[0]
 
 
+@pytest.mark.parametrize("kind", TRIPLES)
+def test_fma_down_is_the_float_below(kind):
+    a, b, c = TRIPLES[kind]
+    for value, *operands in zip(float32.fma_down(a, b, c), a, b, c):
+        x, y, z = (Fraction(float(operand)) for operand in operands)
+        assert float(value) == neighbours_of(x * y + z)[0], operands
+
+
 def test_add_down_at_the_edges():
     inf, most = F32(np.inf), np.finfo(F32).max
     a = F32([most, -most, 1, 0, -0.0, inf, -inf, 2**-149, 1, 2**24])
