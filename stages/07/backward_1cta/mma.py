@@ -155,13 +155,15 @@ def mma(smem, tmem, bars, m_tiles: Int32, key_tiles):
     """
     steps = m_tiles * key_tiles
     cute.arch.mbarrier_wait(bars.k_full.data_ptr(), 0)  # LOAD and TMA arrive
-    scores(smem, tmem, bars, key_tiles, Int32(0))
-    cute.arch.mbarrier_wait(bars.v_full.data_ptr(), 0)  # LOAD and TMA arrive
-    dp_and_dv(smem, tmem, bars, key_tiles, Int32(0))
-    for step in cutlass.range(1, steps, unroll=1):
-        scores(smem, tmem, bars, key_tiles, step)
-        dk_and_dq(smem, tmem, bars, key_tiles, step - 1)
-        dp_and_dv(smem, tmem, bars, key_tiles, step)
-    commit(bars.dv_full.data_ptr())  # COMPUTE waits
-    dk_and_dq(smem, tmem, bars, key_tiles, steps - 1)
+    for step in cutlass.range(steps + 1, unroll=1):
+        if step < steps:
+            scores(smem, tmem, bars, key_tiles, step)
+        else:
+            commit(bars.dv_full.data_ptr())  # COMPUTE waits
+        if step > 0:
+            dk_and_dq(smem, tmem, bars, key_tiles, step - 1)
+        else:
+            cute.arch.mbarrier_wait(bars.v_full.data_ptr(), 0)  # LOAD and TMA arrive
+        if step < steps:
+            dp_and_dv(smem, tmem, bars, key_tiles, step)
     commit(bars.dk_full.data_ptr())  # COMPUTE waits

@@ -218,15 +218,17 @@ def mma(role: Role, cta: Cta):
     """MMA: S of a step before dK and dQ of the last one, dP and dV after; frees tensor memory."""
     yield from begin(role)
     yield from role.wait("k_full", 0)  # LOAD and TMA arrive
-    yield from scores(role, cta, 0)
-    yield from role.wait("v_full", 0)  # LOAD and TMA arrive
-    yield from dp_and_dv(role, cta, 0)
-    for step in range(1, cta.steps):
-        yield from scores(role, cta, step)
-        yield from dk_and_dq(role, cta, step - 1)
-        yield from dp_and_dv(role, cta, step)
-    role.commit("dv_full")  # COMPUTE waits
-    yield from dk_and_dq(role, cta, cta.steps - 1)
+    for step in range(cta.steps + 1):
+        if step < cta.steps:
+            yield from scores(role, cta, step)
+        else:
+            role.commit("dv_full")  # COMPUTE waits
+        if step > 0:
+            yield from dk_and_dq(role, cta, step - 1)
+        else:
+            yield from role.wait("v_full", 0)  # LOAD and TMA arrive
+        if step < cta.steps:
+            yield from dp_and_dv(role, cta, step)
     role.commit("dk_full")  # COMPUTE waits
     yield from role.wait("dq_read", (cta.m_tiles - 1) % 2)  # REDUCE arrives
     yield from role.wait("dkv_read", 0)  # COMPUTE arrives
