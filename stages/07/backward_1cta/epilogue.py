@@ -47,6 +47,7 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, tidx: 
     head_dim = cute.size(mD, mode=[1])
     stage_block(tD, half * (config.HALF // config.CHUNK), scale, sD[None, None, half], tidx)
     cute.arch.fence_proxy("async.shared", space="cta")  # sD: written by threads, read by TMA
+    fence_before()
     cute.arch.barrier(barrier_id=2 + half, number_of_threads=128)  # staged0, staged1
     tile = (config.TILE, config.HALF)
     gD = cute.local_tile(mD[None, None, head, batch], tile, (None, None))  # (TILE, HALF, n, d / HALF)

@@ -375,6 +375,7 @@ def store_block(role: Role, cta: Cta, tD, scale: float, staged, target: Global, 
         yield from role.execute("output", fma=n, cvt=0.5 * n, smem=2 * n)
         role.write(staged.part(columns=slice(part, part + config.CHUNK)), values * scale)
     role.fence_proxy()
+    role.fence_before()
     yield from role.sync(f"staged{half}")
     rows = slice(key_tile * config.TILE, (key_tile + 1) * config.TILE)
     role.tma_store(staged, target.tile(rows, slice(column, column + config.HALF)))
