@@ -253,7 +253,7 @@ def pack(
     for dtype in stage.config.ENVELOPE.dtypes:
         for head_dim in stage.config.ENVELOPE.head_dims:
             for with_log in (False, True) if log else (False,):
-                key = CompileKey(stage.number, "sm_100a", dtype, head_dim)
+                key = CompileKey.of(stage, "sm_100a", dtype, head_dim)
                 folder = out / artefact_name(key, with_log)
                 if folder.exists():
                     raise ValueError(f"--out: {folder} is there already; give another folder")
@@ -436,7 +436,7 @@ def _mutate_device(stage: Stage, head_dim: int | None, progress, out: pathlib.Pa
 
     head_dim = mutation.check_head_dim(stage, head_dim)
     dtype = stage.config.ENVELOPE.dtypes[0]
-    key = CompileKey(stage.number, "sm_100a", dtype, head_dim).name
+    key = CompileKey.of(stage, "sm_100a", dtype, head_dim).name
     kernel = compile_stage(stage, arch="sm_100a", dtype=dtype, head_dim=head_dim) if out else None
     if out:  # before minutes are spent
         evidence.rewritten_run(evidence.read(out, stage), ptx_hash(kernel.ptx), out)

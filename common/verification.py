@@ -107,7 +107,7 @@ def _check_logs(stage: Stage, failures: list[str], console: Console) -> dict[str
     envelope, found = stage.config.ENVELOPE, {}
     pairs = [(dtype, head_dim) for dtype in envelope.dtypes for head_dim in envelope.head_dims]
     for dtype, head_dim in track(pairs, f"stage {stage.tag}: executed logs", console=console):
-        key = CompileKey(stage.number, "sm_100a", dtype, head_dim).name
+        key = CompileKey.of(stage, "sm_100a", dtype, head_dim).name
         shown = _attempt(
             failures, f"log {key}", contract_gpu.check_executed, stage, dtype, head_dim
         )
