@@ -125,14 +125,15 @@ def backward(
     dout: Tensor | None,
     dlse: Tensor | None,
     workspace: Workspace,
+    part: Part | None = None,
 ) -> None:
     """Write the gradients of sum(out * dout) + sum(lse * dlse) by the stage's kernels.
 
     Args: problem and saved of the forward; dout (b, sq, h, d) in q's dtype, dlse (b, h, sq)
-    float32, any strides, 0 where None. Runs on the current stream of the tensors' device.
+    float32, any strides, 0 where None; part: the stage's usual one when None. Runs on the current
+    stream of the tensors' device.
     """
-    device = saved.q.device
-    part = stage.backward(problem.head_dim)
+    device, part = saved.q.device, part or stage.backward(problem.head_dim)
     sources = stage.part("preprocess"), part, stage.part("postprocess")
     first, main, last = (kernel_for(source, problem, device) for source in sources)
     dout = torch.zeros_like(saved.out) if dout is None else loadable(dout)
@@ -159,6 +160,7 @@ def loadable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+@torch.no_grad()
 def statistics(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     """What preprocess writes to stats, by torch: LSE * log2(e), and D = rowsum(O * dO) - dLSE.
 
@@ -180,12 +182,20 @@ def simulate(part: Part, q, k, v, dout, *, out, lse, dlse, softmax_scale, machin
     problem = check(part, q, k, v, softmax_scale, need_cuda=False)
     _check_upstream(q, dout, out=out, lse=lse, dlse=dlse)
     if out is None or lse is None:
-        truth = reference.attention(q, k, v, softmax_scale=problem.softmax_scale)
-        out = truth.out.to(q.dtype) if out is None else out
-        lse = truth.lse.float() if lse is None else lse
+        truth = oracle_forward(problem, q, k, v)
+        out = truth.out if out is None else out
+        lse = truth.lse if lse is None else lse
     stats = statistics(out, lse, dout, dlse)
     scale, on = problem.softmax_scale, machine or B200
-    return part.model.run(q, k, v, loadable(dout), stats, scale, on, max_ctas)
+    with torch.no_grad():
+        return part.model.run(q, k, v, loadable(dout), stats, scale, on, max_ctas)
+
+
+@torch.no_grad()
+def oracle_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Saved:
+    """What a forward would leave if it made no error: the oracle's out, rounded once, and lse."""
+    truth = reference.attention(q, k, v, softmax_scale=problem.softmax_scale)
+    return Saved(q, k, v, truth.out.to(q.dtype), truth.lse.float())
 
 
 def _check_upstream(q: Tensor, dout, **others) -> None:

@@ -146,10 +146,14 @@ class Stage(KernelSource):
         """Everything of the stage that is compiled: itself (the forward), then its parts."""
         return self, *(self.part(name) for name in self.parts)
 
-    def backward(self, head_dim: int) -> Part | None:
-        """The part that computes gradients for `head_dim` (`config.BACKWARD`); None without one."""
-        name = getattr(self.config, "BACKWARD", {}).get(head_dim)
-        return self.part(name) if name else None
+    @property
+    def backwards(self) -> tuple[Part, ...]:
+        """The parts that compute gradients, each between preprocess and postprocess."""
+        return tuple(part for part in self.kernels if part.kind == "backward")
+
+    def backward(self, head_dim: int) -> Part:
+        """The part that `attention` takes for gradients at `head_dim`: `config.BACKWARD`."""
+        return self.part(self.config.BACKWARD[head_dim])
 
     @property
     def evidence(self) -> dict:
@@ -181,8 +185,11 @@ class Stage(KernelSource):
         `max_ctas` stops after that many CTAs, leaving the other rows NaN. Returns a
         `common.model.Run` with out, lse, the trace and cycles (derived, not measured).
         """
+        import torch
+
         from .envelope import check
         from .model import B200
 
         problem = check(self, q, k, v, softmax_scale, need_cuda=False)
-        return self.model.run(q, k, v, problem.softmax_scale, machine or B200, max_ctas)
+        with torch.no_grad():
+            return self.model.run(q, k, v, problem.softmax_scale, machine or B200, max_ctas)

@@ -148,7 +148,9 @@ def _mark(stage: KernelSource, key: CompileKey) -> str:
     return hashlib.sha256((fingerprint(stage, key) + rewriter_hash()).encode()).hexdigest()[:24]
 
 
-def _build_into(stage: KernelSource, key: CompileKey, folder: pathlib.Path, log: bool) -> HopperObject:
+def _build_into(
+    stage: KernelSource, key: CompileKey, folder: pathlib.Path, log: bool
+) -> HopperObject:
     """Build beside `folder` and rename: other processes see all of it or nothing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
@@ -164,7 +166,9 @@ def _build_into(stage: KernelSource, key: CompileKey, folder: pathlib.Path, log:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def pack(stage: KernelSource, key: CompileKey, folder: pathlib.Path, log: bool = False) -> HopperObject:
+def pack(
+    stage: KernelSource, key: CompileKey, folder: pathlib.Path, log: bool = False
+) -> HopperObject:
     """Compile, rewrite and write a runnable object to the existing, empty `folder`. No GPU."""
     require_dsl()
     symbol = f"flash_ladder_{artefact_name(key, log)}".replace("-", "_")
