@@ -305,6 +305,7 @@ def _write(path: pathlib.Path, text: str) -> None:
 @clear_errors
 def model(
     stage: StageArgument,
+    part: PartOption = "",
     seqlen: Annotated[int, typer.Option(min=1, help="Query and key length.")] = 4096,
     heads: Annotated[int, typer.Option(min=1)] = 16,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
@@ -326,8 +327,9 @@ def model(
         timeline.require_altair()
     on = derived.machine(machine, settings or ())
     sizes = derived.Sizes(seqlen, heads, head_dim, causal)
-    with errors.status(f"running the SM model of stage {stage.tag} ..."):
-        report = derived.simulate(stage, on, sizes, settings or ())
+    source = stage.part(part)
+    with errors.status(f"running the SM model of stage {source.tag} ..."):
+        report = derived.simulate(source, on, sizes, settings or ())
     if trace:
         _write(trace, json.dumps(timeline.perfetto(report.run)))
     if svg:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gpu tier of the contract for gradients: each backward part between preprocess and postprocess.
+"""The gpu tier of the contract for gradients, by each backward part of a stage.
 
-Every launch writes into poisoned memory with guards around it; see `poisoned.py`. Runs: host.
+It runs between preprocess and postprocess, after the stage's own forward. Every launch writes into
+poisoned memory with guards around it; see `poisoned.py`. Runs: host.
 """
 
 from __future__ import annotations

@@ -181,10 +181,10 @@ def mutate(
     progress: Callable[[Sequence[Site]], Iterable[Site]] = iter,
     workers: int = WORKERS,
 ) -> Report:
-    """Leave out every site of the kernel of a stage or part in turn. `progress` is given the sites, and yields.
+    """Leave out every site of the kernel of a stage or part in turn.
 
-    Raises RuntimeError on a machine that cannot execute the stage rewritten, and Unsound when
-    something is wrong with everything in place.
+    `progress` is given the sites, and yields. Raises RuntimeError on a machine that cannot execute
+    it rewritten, and Unsound when something is wrong with everything in place.
     """
     head_dim = mutation.check_head_dim(stage, head_dim)
     missing = contract_gpu.adversary_skip_reason(stage)

@@ -231,6 +231,8 @@ def stage_subject(stage: KernelSource, head_dim: int | None = None) -> Subject:
     Every ring of slots begins anew `WRAPS` times in the first two problems. The others take what
     the code may treat by itself: a CTA that lacks its last tile, and the least rows to visit.
     """
+    if stage.model is None:
+        raise ValueError(f"{stage!r} has no model: nothing to delete")
     given = stage_problems(stage, head_dim)
     head_dim = next(iter(given.values())).q.shape[-1]
     problems = {name: _runner(stage, problem) for name, problem in given.items()}

@@ -62,7 +62,7 @@ def place_of(name: str) -> Place:
 
 def cta_of(name: str) -> int:
     """Index of that CTA in its grid."""
-    row, (m_block, head, batch) = INDEX[name], place_of(name)
+    row, (m_block, head, batch) = INDEX[name], INDEX[name]["place"]
     config = load(row["stage"]).config
     blocks = -(-row["seqlen_q"] // (config.Q_TILES * config.TILE_M))
     return m_block + blocks * (head + row["heads"] * batch)
