@@ -65,26 +65,37 @@ def make_stage() -> Stage:
 class Kernels:
     """`by_kind`: the functions in use, to be replaced; `calls`: (kind, arguments) in order.
 
-    modes: the `execution` that was open at each call.
+    modes: the `execution` that was open at each call; compiled: kinds that stay the stage's own
+    kernels, for tensors on a GPU.
     """
 
-    def __init__(self, monkeypatch):
-        self.stage = make_stage()
+    def __init__(self, monkeypatch, compiled=()):
+        self.stage, self.compiled = make_stage(), compiled
         self.calls, self.modes = [], []
         self.by_kind = {f.__name__: f for f in (preprocess, backward, postprocess)}
-        on_any_device = lambda *given, **_: check(*given, need_cuda=False)
+        on_cpu = lambda *given, **_: check(*given, need_cuda=False)
         for module in (gradients, contract_gradients):
-            monkeypatch.setattr(module, "check", on_any_device)
             monkeypatch.setattr(module, "forward", self.forward)
-            monkeypatch.setattr(module, "kernel_for", lambda source, *_: source.kind)
+            monkeypatch.setattr(module, "kernel_for", self.kernel_for)
+            if not compiled:
+                monkeypatch.setattr(module, "check", on_cpu)
         monkeypatch.setattr(gradients, "start", self.start)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        if not compiled:
+            monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+    def kernel_for(self, source, *where):
+        if source.kind in self.compiled:
+            return launching.kernel_for(source, *where)
+        return source.kind
 
     def forward(self, stage, problem, q, k, v):
         truth = reference.attention(q, k, v, softmax_scale=problem.softmax_scale)
         return truth.out.to(q.dtype), truth.lse.float()
 
     def start(self, kind, *arguments):
+        if not isinstance(kind, str):
+            launching.start(kind, *arguments)
+            return
         self.calls.append((kind, arguments))
         self.modes.append(launching.current_execution())
         self.by_kind[kind](*(x.detach() if hasattr(x, "detach") else x for x in arguments))
