@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from .grid import Place
 from .hopper.log import TMEM_A, WORD, Log
 from .hopper.steps import QUARTERS, Step, steps
 from .model.notes import Note
@@ -71,12 +72,10 @@ class Conformance:
         return not self.differences
 
 
-def conform(
-    log: Log, notes: Sequence[Note], plan: Plan, place: tuple[int, int, int]
-) -> Conformance:
+def conform(log: Log, notes: Sequence[Note], plan: Plan, place: Place) -> Conformance:
     """Compare the log of a CTA with the notes of its model.
 
-    place: (m_block, head, batch) of the CTA, to know which tiles it has to load and store.
+    place: of the CTA, to know which tiles it has to load and store.
     """
     found = steps(log, plan)
     tensors = _tensors(found, notes, plan)
@@ -209,11 +208,8 @@ def _moved(memory: str, cells, log: Log):
 # ---- a model's notes -----------------------------------------------------------------------
 
 
-def _wanted(
-    notes: Sequence[Note], plan: Plan, role: Role, place: tuple[int, int, int]
-) -> Iterator[Act]:
+def _wanted(notes: Sequence[Note], plan: Plan, role: Role, place: Place) -> Iterator[Act]:
     """What each warp of a role should do; shares are those of one warp."""
-    m_block, head, batch = place
     warps = len(role.warps)
     for note in _neighbours_joined(notes):
         numbers = note.numbers
@@ -227,9 +223,10 @@ def _wanted(
             numbers = (*numbers, *sorted(note.places))
         elif note.verb in ("load", "store", "reduce"):
             start, size, row, columns = numbers
-            row += m_block * _rows(notes, note) if note.source in ("q", "out") else 0
+            row += place.block * _rows(notes, note) if note.source in place.divided else 0
             barriers = tuple(barrier for barrier, _ in note.places)
-            numbers = (start, size, *barriers, note.source, columns, row, head, batch)
+            at = row, place.head, place.batch
+            numbers = (start, size, *barriers, note.source, columns, *at)
         elif note.verb == "sync":
             numbers = (plan.barrier(note.what.partition("[")[0]).arrivals(plan),)
         yield Act(note.verb, note.what, numbers, note.line)
@@ -256,7 +253,7 @@ def _continues(before: Note, note: Note) -> bool:
 
 
 def _rows(notes: Sequence[Note], note: Note) -> int:
-    """Rows of q, or of the output, that a CTA has: its tiles are loaded or stored once each."""
+    """Rows of a divided tensor that a CTA has: its tiles are loaded or stored once each."""
     rows = sorted({row.numbers[2] for row in notes if row.source == note.source})
     return len(rows) * (rows[1] - rows[0]) if len(rows) > 1 else ROWS_OF_ONE_TILE
 
