@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 
 from .grid import Place
 from .hopper.log import TMEM_A, WORD, Log
-from .hopper.steps import QUARTERS, Step, steps
-from .model.notes import Note
+from .hopper.steps import QUARTERS, Names, Step, steps
+from .model.notes import Intervals, Note
 from .plan import THREADS_PER_WARP, Plan, Role
 
 AROUND = 4  # steps shown before and after a mismatch
 ISSUED = ("load", "store", "reduce", "bulk.wait", "mma", "commit", "expect", "alloc", "dealloc")
+IN_SHARED = ("read", "write", "load", "store", "reduce", "copy")
 LEFT_OUT = ("init", "exit")
 SILENT_FENCES = ("mbarrier_init", "bulk.commit")
 
@@ -190,8 +191,9 @@ def _mma(step: Step, log: Log) -> tuple:
         a, b = record.words[1], record.words[3]
         starts.append(((a & 0xFFFF) if in_tmem else _start(a, log), _start(b, log)))
     reads = sorted((memory, _moved(memory, cells, log)) for memory, cells in step.reads)
-    unusual = [x for x in (form.negate_a, form.negate_b, form.a_mn_major) if x]
-    return (*step.numbers, form.bf16, form.b_mn_major, tuple(starts), *reads, *unusual)
+    unusual = [x for x in (form.negate_a, form.negate_b) if x]
+    turned = form.a_mn_major, form.b_mn_major
+    return (*step.numbers, form.bf16, *turned, tuple(starts), *reads, *unusual)
 
 
 def _start(descriptor: int, log: Log) -> int:
@@ -210,17 +212,19 @@ def _moved(memory: str, cells, log: Log):
 
 def _wanted(notes: Sequence[Note], plan: Plan, role: Role, place: Place) -> Iterator[Act]:
     """What each warp of a role should do; shares are those of one warp."""
-    warps = len(role.warps)
+    warps, names = len(role.warps), Names(plan)
     for note in _neighbours_joined(notes):
-        numbers = note.numbers
+        what, numbers = note.what, note.numbers
+        if note.verb in IN_SHARED:
+            what = _first_name(what, plan, names)
         if note.verb in ("read", "write"):
             numbers = (numbers[0] // warps,)
         elif note.verb == "arrive" and numbers[0] > 1:
             numbers = (numbers[0] // warps,)
         elif note.verb in ("tmem.ld", "tmem.st"):
-            numbers = (*numbers, 32)
+            what, numbers = names.columns(*numbers), (*numbers, 32)
         elif note.verb == "mma":
-            numbers = (*numbers, *sorted(note.places))
+            what, numbers = names.columns(*numbers[:2]), (*numbers, *sorted(note.places))
         elif note.verb in ("load", "store", "reduce"):
             start, size, row, columns = numbers
             row += place.block * _rows(notes, note) if note.source in place.divided else 0
@@ -229,27 +233,61 @@ def _wanted(notes: Sequence[Note], plan: Plan, role: Role, place: Place) -> Iter
             numbers = (start, size, *barriers, note.source, columns, *at)
         elif note.verb == "sync":
             numbers = (plan.barrier(note.what.partition("[")[0]).arrivals(plan),)
-        yield Act(note.verb, note.what, numbers, note.line)
+        yield Act(note.verb, what, numbers, note.line)
+
+
+def _first_name(what: str, plan: Plan, names: Names) -> str:
+    """The name of a slot of shared memory, or of the earlier buffer that it shares the place of."""
+    name, _, index = what.partition("[")
+    (buffer,) = (row for row in plan.smem if row.name == name)
+    return names.shared(plan.smem_offsets[name] + int(index[:-1] or 0) * buffer.slot_bytes)
 
 
 def _neighbours_joined(notes: Sequence[Note]) -> Iterator[Note]:
-    """Accesses of neighbouring columns one after the other as one, as `steps` has them."""
+    """Accesses of neighbouring columns, and MMAs that add up, as one, as `steps` has them."""
     held = None
     for note in notes:
-        if held and _continues(held, note):
-            held = replace(held, numbers=(held.numbers[0], held.numbers[1] + note.numbers[1]))
-            continue
-        if held:
+        joined = held and (_one_access(held, note) or _one_sum(held, note))
+        if held and not joined:
             yield held
-        held = note
+        held = joined or note
     if held:
         yield held
 
 
-def _continues(before: Note, note: Note) -> bool:
+def _one_access(before: Note, note: Note) -> Note | None:
+    """Both as one access to tensor memory; None where they are not next to each other."""
     same = (before.verb, before.what) == (note.verb, note.what)
-    tmem = note.verb in ("tmem.ld", "tmem.st")
-    return tmem and same and sum(before.numbers) == note.numbers[0]
+    if not (same and note.verb in ("tmem.ld", "tmem.st")) or sum(before.numbers) != note.numbers[0]:
+        return None
+    return replace(before, numbers=(before.numbers[0], before.numbers[1] + note.numbers[1]))
+
+
+def _one_sum(before: Note, note: Note) -> Note | None:
+    """Both as one MMA of the depth of both; None where the second does not add to the first.
+
+    numbers: column, columns, accumulate, M, N, K, bf16, A and B turned, starts; see `Role.mma`.
+    """
+    if (before.verb, before.what) != (note.verb, note.what) or note.verb != "mma":
+        return None
+    a, b = before.numbers, note.numbers
+    if (*a[:2], *a[3:5], *a[6:9]) != (*b[:2], *b[3:5], *b[6:9]) or not b[2]:
+        return None
+    places = tuple(
+        (memory, _union(mine, others))
+        for (memory, mine), (_, others) in zip(before.places, note.places)
+    )
+    return replace(before, numbers=(*a[:5], a[5] + b[5], *a[6:9], a[9] + b[9]), places=places)
+
+
+def _union(*places: Intervals) -> Intervals:
+    """All intervals of some places, those that touch made one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(row for place in places for row in place):
+        if found and start <= found[-1][1]:
+            start, stop = found[-1][0], max(found.pop()[1], stop)
+        found.append((start, stop))
+    return tuple(found)
 
 
 def _rows(notes: Sequence[Note], note: Note) -> int:

@@ -49,7 +49,7 @@ def cta_tiles(source: KernelSource, head_dim: int) -> tuple[int, int]:
     """(tiles, rows of one) that a CTA owns: query tiles of a forward, key tiles of a backward."""
     config = source.config
     if source.kind == "backward":
-        return getattr(config, "KEY_TILES", 1), config.TILE_N[head_dim]
+        return config.KEY_TILES[head_dim], config.TILE
     return getattr(config, "Q_TILES", 1), config.TILE_M
 
 

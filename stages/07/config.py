@@ -1,36 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-<<<<<<< HEAD
-"""Stage 06 = stage 05 + rescaling only when needed: O is left alone while the row maximum is near.
-
-A row's maximum moves only when a score exceeds it by more than THRESHOLD. Data only; runs: host.
-=======
 """Stage 07 = stage 06 + the backward pass: further kernels, each a part in a folder of its own.
 
 The forward stays as it is. Data only; runs: host.
->>>>>>> parts
 """
 
 from ..common.plan import Arrival, Barrier, Envelope, Plan, Role, SmemBuffer, TmemRegion
 
-<<<<<<< HEAD
-NAME = "conditional rescaling"
-IDEA = "A stale row maximum is kept while it is near enough, and most rescaling falls away."
-=======
 NAME = "backward"
 IDEA = "P is computed again from Q, K and LSE; five products give dQ, dK and dV."
-PARTS = ("preprocess", "postprocess")  # kernels of the backward pass, in the order of launch
->>>>>>> parts
+PARTS = ("preprocess", "backward_1cta", "postprocess")  # kernels of the backward pass, in order
+BACKWARD = {64: "backward_1cta", 128: "backward_1cta"}  # which of them computes gradients
 
 TILE_M = 128  # query rows of a tile, one per thread of its softmax warpgroup
 Q_TILES = 2  # query tiles of a CTA
 TILE_N = {64: 128, 128: 128}  # keys of a tile by head dim
 KV_STAGES = {64: 6, 128: 3}  # slots of the ring that K and V share
 CHUNK = 32  # columns of tensor memory that one load or store moves
-<<<<<<< HEAD
-EMULATED = {64: (7, 7, 5, 0), 128: (0, 4, 2, 6)}  # of each CHUNK, pairs on the FMA units
-=======
 EMULATED = {64: (6, 6, 6, 5), 128: (0, 4, 3, 7)}  # of each CHUNK, pairs on the FMA units
->>>>>>> parts
 P_FIRST = 3  # CHUNKs of P that are handed over first
 THRESHOLD = 8.0  # log2 of how far a score may exceed the row maximum in use: P <= 256
 FLOOR = 1.5 * 2.0**23  # added to |x| < 2**22, rounded down: leaves floor(x) in the low bits
@@ -155,23 +141,6 @@ DECLARED = {
         "ex2": 2 * (tile_n + 1 - 2 * sum(EMULATED[head_dim])),  # two softmax warpgroups
         "max": 2 * (tile_n + 2 * sum(EMULATED[head_dim])),  # row maxima; clamps
         "floor_adds": 4 * sum(EMULATED[head_dim]),
-<<<<<<< HEAD
-        "mbarrier_waits": 37,  # one for each wait in the sources, unrolled by tile
-        "mbarrier_arrives": 22,
-        "commits": 9,
-        "tmem_fences": 27,
-        "tmem_load_waits": 2 * (1 + head_dim // 16),  # S; O while rescaling and at the end
-        "tmem_store_waits": 6,  # both parts of P, O of two tiles
-        "proxy_fences": 2,  # before the stores of O
-        "init_fences": 1,
-        "tmem_deallocs": 1,
-        "slots_per_element": ("<=", 4.1 if head_dim == 128 else 4.6),
-        "tile_cycles_mufu": ("<=", 840 if head_dim == 128 else 744),
-        "mma_warp_issue": ("<=", 250),
-        "correction_issue": ("<=", 95),
-        "tile_cycles_smem": ("<=", 772),
-        "tensor_ceiling": (">=", 0.99 if head_dim == 128 else 0.69),
-=======
         "mbarrier_waits": 41,  # one for each wait in the sources, unrolled by tile
         "mbarrier_arrives": 30,
         "commits": 9,
@@ -187,7 +156,6 @@ DECLARED = {
         "correction_issue": ("<=", 95),
         "tile_cycles_smem": ("<=", 772),
         "tensor_ceiling": (">=", 0.99 if head_dim == 128 else 0.76),
->>>>>>> parts
     }
     for head_dim, tile_n in TILE_N.items()
 }

@@ -44,11 +44,7 @@ def correction(tmem, bars, sStats, sO, mLSE, scale_log2: Float32, num_n_blocks, 
         cute.arch.mbarrier_wait(bars.stats_full.data_ptr() + tile, 0)  # the tile's softmax arrives
         cute.arch.mbarrier_arrive(bars.stats_empty.data_ptr() + tile)  # the tile's softmax waits
         cute.arch.mbarrier_arrive(bars.o_rescaled.data_ptr() + tile)  # MMA waits: O is empty
-<<<<<<< HEAD
-    for n_iter in cutlass.range(1, num_n_blocks, unroll=1):
-=======
     for n_iter in cutlass.range(1, num_n_blocks, unroll=2):
->>>>>>> parts
         for tile in cutlass.range_constexpr(config.Q_TILES):
             stats_full = bars.stats_full.data_ptr() + tile
             cute.arch.mbarrier_wait(stats_full, n_iter % 2)  # the tile's softmax arrives

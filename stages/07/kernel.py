@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-<<<<<<< HEAD
-"""Host launch and the kernel of stage 06: one CTA computes 256 query rows of one head."""
-=======
 """Host launch and the kernel of stage 07: one CTA computes 256 query rows of one head."""
->>>>>>> parts
 
 import cutlass
 import cutlass.cute as cute

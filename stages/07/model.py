@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-<<<<<<< HEAD
-"""Stage 06's schedule on the SM model: a coroutine for each warp role. Runs: host.
-=======
 """Stage 07's schedule on the SM model: a coroutine for each warp role. Runs: host.
->>>>>>> parts
 
 Functions are named as in the kernel; each role waits, arrives, copies and multiplies in its order.
 Left out: issue slots of copies, MMAs and barriers, and the factor's exp2 (1 a row).
@@ -19,17 +15,10 @@ from . import config
 
 LN2 = math.log(2.0)
 
-<<<<<<< HEAD
-# Issue slots of a warp per score of its rows: 4.06 in the compiled loop at head dim 128.
-SLOTS_MAX = 0.5  # a 3-input max takes two scores
-SLOTS_EXP = 2.79  # FMA and add packed by two, exp2, conversion of two, and everything else
-SLOTS_EMULATED = 4.1  # more for an emulated one: 3.29 without, 4.06 with 24 of 128
-=======
 # Issue slots of a warp per score of its rows: 4.19 in the compiled loop at head dim 128.
 SLOTS_MAX = 0.5  # a 3-input max takes two scores
 SLOTS_EXP = 2.79  # FMA and add packed by two, exp2, conversion of two, and everything else
 SLOTS_EMULATED = 4.1  # more for an emulated one: 3.29 without, 4.19 with 28 of 128
->>>>>>> parts
 SLOTS_RESCALE = 90 / 128  # per column of O: 90 in the compiled loop of CORRECTION at head dim 128
 REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "* fence_before in begin": "only alloc came before, which is synchronous",
@@ -272,17 +261,10 @@ def softmax(role: Role, cta: Cta, tile: int):
     for n_iter in range(cta.num_n_blocks):
         n_block = cta.num_n_blocks - 1 - n_iter
         yield from role.wait(f"s_full{tile}", n_iter % 2, n_block)  # MMA's commit arrives
-<<<<<<< HEAD
-        role.fence_after()
-        s = yield from load_scores(role, cta.tS[tile], n_block)
-        row_max, acc_scale = yield from update_max(role, s, row_max, cta.scale_log2, n_block)
-        yield from role.wait(f"stats_empty{tile}", n_iter % 2 ^ 1, n_block)  # CORRECTION arrives
-=======
         yield from role.wait(f"stats_empty{tile}", n_iter % 2 ^ 1, n_block)  # CORRECTION arrives
         role.fence_after()
         s = yield from load_scores(role, cta.tS[tile], n_block)
         row_max, acc_scale = yield from update_max(role, s, row_max, cta.scale_log2, n_block)
->>>>>>> parts
         yield from write_stats(role, cta, tile, acc_scale[:, None])
         role.fence_before()
         role.arrive(f"stats_full{tile}")  # CORRECTION waits

@@ -151,19 +151,11 @@ def softmax(tile, tmem, bars, sStats: cute.Tensor, scale_log2: Float32, num_n_bl
     row_sum = Float32(0.0)
     for n_iter in cutlass.range(num_n_blocks, unroll=1):
         cute.arch.mbarrier_wait(bars.s_full.data_ptr() + tile, n_iter % 2)  # MMA's commit arrives
-<<<<<<< HEAD
-        fence_after()
-        load_scores(tStS, rS, tidx)
-        row_max, acc_scale = update_max(rS, row_max, scale_log2)
-        stats_empty = bars.stats_empty.data_ptr() + tile
-        cute.arch.mbarrier_wait(stats_empty, n_iter % 2 ^ 1)  # CORRECTION arrives
-=======
         stats_empty = bars.stats_empty.data_ptr() + tile  # here, so that no branch parts S from P
         cute.arch.mbarrier_wait(stats_empty, n_iter % 2 ^ 1)  # CORRECTION arrives
         fence_after()
         load_scores(tStS, rS, tidx)
         row_max, acc_scale = update_max(rS, row_max, scale_log2)
->>>>>>> parts
         sStats[tile, tidx, 0] = acc_scale
         fence_before()
         cute.arch.mbarrier_arrive(bars.stats_full.data_ptr() + tile)  # CORRECTION waits

@@ -10,11 +10,13 @@ import math
 import torch
 
 from ...common.model import (
+    Buffer,
     Global,
     GradientRun,
     Machine,
     Role,
     Sm,
+    Tile,
     gradient_run,
 )
 from ...common.plan import THREADS_PER_WARP
@@ -57,12 +59,12 @@ class Cta:
         self.m_tiles, self.key_tiles = len(q) // tile, len(k) // tile
         self.sm = Sm(machine, config.plan(self.head_dim))
         self.q, self.dout, self.k, self.v = map(Global, ("q", "dout", "k", "v"), (q, dout, k, v))
-        self.stats = Global("stats", stats.reshape(-1, tile))
+        self.stats = Global("stats", stats.reshape(-1))
         self.dq_accum = Global("dq_accum", dq_accum)
         self.dk, self.dv = (Global(name, torch.full_like(k, math.nan)) for name in ("dk", "dv"))
         for name in ("sK", "sV", "sQ", "sdO"):
             setattr(self, name, self.sm.buffer(name, (tile, self.head_dim), q.dtype))
-        self.sStats = self.sm.buffer("sStats", (2, tile), torch.float32, swizzled=False)
+        self.sStats = self.sm.buffer("sStats", (2 * tile,), torch.float32, swizzled=False)
         self.sdS = self.sm.buffer("sdS", (tile, tile), q.dtype)
         self.sdQ = self.sm.buffer("sdQ", (tile, config.SLICE), torch.float32)
         self.sdV, self.sdK = (
@@ -101,14 +103,6 @@ class Cta:
 # ---- load ----------------------------------------------------------------------------------
 
 
-def load_tile(role: Role, source: Global, tile: int, target, full: str, m_tile: int = -1):
-    """Announce the bytes of one tile at the barrier `full` and start its copy."""
-    rows = target.shape[0]
-    role.expect_tx(full, target.bytes)
-    role.arrive(full)  # MMA or COMPUTE waits
-    role.tma_load(source.tile(slice(tile * rows, (tile + 1) * rows)), target, full, tile=m_tile)
-
-
 def load_keys(role: Role, cta: Cta, source: Global, target, full: str):
     """The CTA's tiles of K or V, all on one barrier."""
     rows = config.TILE
@@ -123,18 +117,23 @@ def load(role: Role, cta: Cta):
     yield from begin(role)
     load_keys(role, cta, cta.k, cta.sK, "k_full")
     for m_tile in range(cta.m_tiles):
-        yield from load_next(role, cta.q, m_tile, cta.sQ, "q")
+        rows = slice(m_tile * config.TILE, (m_tile + 1) * config.TILE)
+        yield from load_next(role, cta.q.tile(rows), m_tile, cta.sQ, "q")
         if m_tile == 0:
             load_keys(role, cta, cta.v, cta.sV, "v_full")
-        yield from load_next(role, cta.stats, m_tile, cta.sStats, "stats")
-        yield from load_next(role, cta.dout, m_tile, cta.sdO, "do")
+        numbers = slice(2 * rows.start, 2 * rows.stop)  # one after the other in memory
+        yield from load_next(role, cta.stats.tile(columns=numbers), m_tile, cta.sStats, "stats")
+        yield from load_next(role, cta.dout.tile(rows), m_tile, cta.sdO, "do")
 
 
-def load_next(role: Role, source: Global, m_tile: int, target, name: str):
-    """The part of `source` for a query tile, when its slot of the ring is empty."""
+def load_next(role: Role, source: Tile, m_tile: int, target: Buffer, name: str):
+    """Start the copy of a query tile's part of one tensor, when its slot is empty."""
     slot, parity = ring(m_tile, target.stages)
     yield from role.wait(f"{name}_empty[{slot}]", parity ^ 1, m_tile)  # MMA or COMPUTE arrives
-    load_tile(role, source, m_tile, target[slot], f"{name}_full[{slot}]", m_tile)
+    full = f"{name}_full[{slot}]"
+    role.expect_tx(full, target.bytes)
+    role.arrive(full)  # MMA or COMPUTE waits
+    role.tma_load(source, target[slot], full, tile=m_tile)
 
 
 def ring(turn: int, stages: int) -> tuple[int, int]:
@@ -241,14 +240,14 @@ def mma(role: Role, cta: Cta):
 
 def probabilities(role: Role, cta: Cta, half: int, slot: int, step: int):
     """P = exp2(scale S - LSE) of this warpgroup's queries, in registers and tensor memory."""
-    lse = role.read(statistics(cta, slot, 0, half))
     parts = []
     for part in range(0, config.HALF, config.CHUNK):
         s = yield from role.tmem_load(cta.tS.part(half * config.HALF + part, config.CHUNK), step)
         yield from role.wait_ld()
+        lse = role.read(statistics(cta, slot, 0, half * config.HALF + part), by_all=True)
         amounts = {"mufu": s.numel(), "cvt": 0.5 * s.numel(), "issue": slots(SLOTS_P, s)}
         yield from role.execute("P", step, fma=s.numel(), smem=broadcast(role, s), **amounts)
-        p = torch.exp2(s * cta.scale_log2 - lse[:, part : part + config.CHUNK])
+        p = torch.exp2(s * cta.scale_log2 - lse)
         columns = config.CHUNK // 2  # two to a column
         yield from role.tmem_store(cta.tP[half].part(part // 2, columns), p, step)
         parts.append(p)
@@ -258,24 +257,24 @@ def probabilities(role: Role, cta: Cta, half: int, slot: int, step: int):
 
 def differences(role: Role, cta: Cta, half: int, slot: int, key_tile: int, p, step: int):
     """dS = P (dP - D) of this warpgroup's queries, in tensor and in shared memory."""
-    d = role.read(statistics(cta, slot, 1, half))
     for part in range(0, config.HALF, config.CHUNK):
         columns = slice(half * config.HALF + part, half * config.HALF + part + config.CHUNK)
         dp = yield from role.tmem_load(cta.tdP.part(columns.start, config.CHUNK), step)
         yield from role.wait_ld()
+        d = role.read(statistics(cta, slot, 1, columns.start), by_all=True)
         amounts = {"cvt": 0.5 * dp.numel(), "issue": slots(SLOTS_DS, dp)}
         moved = broadcast(role, dp) + 2 * dp.numel()
         yield from role.execute("dS", step, fma=2 * dp.numel(), smem=moved, **amounts)
-        ds = p[:, part : part + config.CHUNK] * (dp - d[:, part : part + config.CHUNK])
+        ds = p[:, part : part + config.CHUNK] * (dp - d)
         yield from role.tmem_store(cta.tdS[half].part(part // 2, config.CHUNK // 2), ds, step)
         role.write(cta.sdS[key_tile].part(columns=columns), ds)
     yield from role.wait_st()
 
 
-def statistics(cta: Cta, slot: int, row: int, half: int):
-    """LSE (row 0) or D (row 1) of the queries of a half: (1, HALF)."""
-    columns = slice(half * config.HALF, (half + 1) * config.HALF)
-    return cta.sStats[slot].part(slice(row, row + 1), columns)
+def statistics(cta: Cta, slot: int, row: int, first: int):
+    """LSE (row 0) or D (row 1) of a CHUNK of queries from `first` on: (1, CHUNK)."""
+    start = row * config.TILE + first
+    return cta.sStats[slot].part(columns=slice(start, start + config.CHUNK))
 
 
 def broadcast(role: Role, values: torch.Tensor) -> float:
