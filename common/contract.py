@@ -261,8 +261,10 @@ def check_parts(stage: Stage) -> None:
     """A stage that differentiates has all kernels for it, for all that its forward takes."""
     config = stage.config
     usual, envelope = getattr(config, "BACKWARD", {}), config.ENVELOPE
-    assert set(usual) == set(envelope.head_dims if envelope.differentiable else ())
-    assert set(usual.values()) <= {part.name for part in stage.backwards}
+    wanted = set(envelope.head_dims if envelope.differentiable else ())
+    assert set(usual) == wanted, f"BACKWARD has head dims {set(usual)}, needed are {wanted}"
+    strange = set(usual.values()) - {part.name for part in stage.backwards}
+    assert not strange, f"BACKWARD names {strange}, no backward parts"
     needed = {"preprocess": envelope.head_dims, "postprocess": envelope.head_dims} if usual else {}
     for name in usual.values():
         needed[name] = [head_dim for head_dim, part in usual.items() if part == name]

@@ -92,9 +92,12 @@ def test_a_stage_that_differentiates_has_all_kernels():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda stage: stage.config.BACKWARD.pop(64), "64"),
-        (lambda stage: stage.config.BACKWARD.update({64: "preprocess"}), "preprocess"),
-        (lambda stage: vars(stage.config).update(BACKWARD={}), "set"),
+        (lambda stage: stage.config.BACKWARD.pop(64), "BACKWARD has head dims {128}, needed"),
+        (
+            lambda stage: stage.config.BACKWARD.update({64: "preprocess"}),
+            "BACKWARD names {'preprocess'}",
+        ),
+        (lambda stage: vars(stage.config).update(BACKWARD={}), "BACKWARD has head dims"),
         (lambda stage: _limit(stage, head_dims=(128,)), f"{NAME} lacks a head dim"),
         (lambda stage: _limit(stage, dtypes=("float16",)), f"{NAME} lacks a dtype"),
         (lambda stage: _limit(stage, seqlen_multiple=256), f"{NAME}: lengths"),
