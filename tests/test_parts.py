@@ -92,7 +92,7 @@ def test_a_stage_that_differentiates_has_all_kernels():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda stage: stage.config.BACKWARD.pop(64), "BACKWARD has head dims {128}, needed"),
+        (lambda stage: stage.config.BACKWARD.pop(64), "needed are"),
         (
             lambda stage: stage.config.BACKWARD.update({64: "preprocess"}),
             "BACKWARD names {'preprocess'}",
@@ -232,7 +232,7 @@ def test_mutants_of_a_backward_meet_queries_in_turn(backward):
     assert sizes == {
         "gaussian": (many, 256),
         "ascending_max": (many, 256),
-        "odd key tile": (many, 128),
+        "odd key tile": (many - 128, 128),
         "least queries": (128, 256),
     }
 
@@ -241,7 +241,7 @@ def test_problems_of_a_forward_are_what_they_were():
     problems = mutation.stage_problems(load(6), 64)
     sizes = {name: (row.q.shape[1], row.k.shape[1]) for name, row in problems.items()}
     assert list(sizes) == ["gaussian", "ascending_max", "odd query tile", "least keys"]
-    assert sizes["odd query tile"] == (128, sizes["gaussian"][1])
+    assert sizes["odd query tile"] == (128, sizes["gaussian"][1] - 128)
     assert sizes["least keys"] == (256, 128)
 
 
