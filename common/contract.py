@@ -257,6 +257,25 @@ def check_refusal(stage: Stage, name: str) -> None:
     assert not absent, f"{name}: {absent} not in {text!r}"
 
 
+def check_parts(stage: Stage) -> None:
+    """A stage that differentiates has all kernels for it, for all that its forward takes."""
+    config = stage.config
+    usual, envelope = getattr(config, "BACKWARD", {}), config.ENVELOPE
+    wanted = set(envelope.head_dims if envelope.differentiable else ())
+    assert set(usual) == wanted, f"BACKWARD has head dims {set(usual)}, needed are {wanted}"
+    strange = set(usual.values()) - {part.name for part in stage.backwards}
+    assert not strange, f"BACKWARD names {strange}, no backward parts"
+    needed = {"preprocess": envelope.head_dims, "postprocess": envelope.head_dims} if usual else {}
+    for name in usual.values():
+        needed[name] = [head_dim for head_dim, part in usual.items() if part == name]
+    for name, head_dims in needed.items():
+        part = stage.part(name).config
+        assert set(head_dims) <= set(part.ENVELOPE.head_dims), f"{name} lacks a head dim"
+        assert set(envelope.dtypes) <= set(part.ENVELOPE.dtypes), f"{name} lacks a dtype"
+        assert envelope.seqlen_multiple % part.ENVELOPE.seqlen_multiple == 0, f"{name}: lengths"
+        assert set(config.ARCHS) <= set(part.ARCHS), f"{name} lacks an architecture"
+
+
 def check_plan(stage: KernelSource, head_dim: int) -> None:
     """The plan's resources can work (`Plan.check`)."""
     stage.config.plan(head_dim).check()

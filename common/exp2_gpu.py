@@ -2,7 +2,7 @@
 """2^x on a GPU: the MUFU's error at every fraction, and the kernel's arithmetic against the model.
 
 `python -m flash_ladder.common.exp2_gpu` measures on a Hopper GPU, where the code for sm_100a runs
-rewritten, and writes docs/data/exp2-gpu.json; half a minute with 16 cores. Runs: measurement.
+rewritten, and writes docs/data/exp2-gpu.json; two minutes with 16 cores. Runs: measurement.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import cutlass
 import cutlass.cute as cute
@@ -30,7 +30,6 @@ from . import arith, exp2, exp2_study, float32, studies
 from .hopper.redirect import redirected
 from .verification import driver
 
-RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "data" / "exp2-gpu.json"
 COMMAND = "python -m flash_ladder.common.exp2_gpu"
 STAGE = 5  # whose emulation is compared
 THREADS = 256
@@ -200,14 +199,10 @@ def measure() -> dict:
     }
 
 
-def results() -> Mapping:
-    """The committed numbers; FileNotFoundError outside a checkout."""
-    return json.loads(RESULTS.read_text(encoding="utf-8"))
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog=COMMAND, description="2^x on a Hopper GPU.")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="where the JSON goes")
+    out = exp2_study.GPU_RESULTS
+    parser.add_argument("--out", type=pathlib.Path, default=out, help="where the JSON goes")
     asked = parser.parse_args()
     studies.require_checkout(asked.out.parent)
     asked.out.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")

@@ -23,6 +23,7 @@ from mpmath import mp
 from . import exp2, exp2_search, minimax, studies
 
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "data" / "exp2.json"
+GPU_RESULTS = RESULTS.with_name("exp2-gpu.json")  # written by `exp2_gpu`
 COMMAND = "python -m flash_ladder.common.minimax exhaustive --write"
 # Q: arXiv 2603.05451v1, Table 2: 4M random inputs in [0, 1) against float64.
 TABLE_2 = {  # row: float32 max and mean, bf16 max and mean, relative
@@ -101,6 +102,11 @@ def results() -> dict:
     return json.loads(RESULTS.read_text(encoding="utf-8"))
 
 
+def gpu_results() -> dict:
+    """What `exp2_gpu` measured and was committed; FileNotFoundError outside a checkout."""
+    return json.loads(GPU_RESULTS.read_text(encoding="utf-8"))
+
+
 # --- tables -------------------------------------------------------------------------------------
 
 
@@ -134,18 +140,19 @@ def _table_2_rows(data: Mapping) -> list[str]:
     for name, (most, mean, short_most, short_mean) in TABLE_2.items():
         cells = [_cell(most), _cell(mean), "", _cell(short_most), _cell(short_mean), "", "", ""]
         rows.append(f"| {name} (Q) | " + " | ".join(cells) + " |")
+    rows.append(_counted_row("MUFU.EX2", gpu_results()["mufu"], "M"))
     for name in ("ideal", *(f"{kind} {n}" for n in SHOWN for kind in ("published", "one"))):
         rows.append(_counted_row(name, data["errors"][name]))
     return rows
 
 
-def _counted_row(name: str, found: Mapping) -> str:
+def _counted_row(name: str, found: Mapping, mark: str = "D") -> str:
     long, bf16, fp16 = (found[key] for key in ("fp32", "bf16", "fp16"))
     numbers = (long["max"], long["mean"], long["bias"], bf16["max"], bf16["mean"])
     cells = [_cell(x) for x in numbers]
     cells += [_share(bf16["same"]), _cell(fp16["max"]), _share(fp16["same"])]
     label = name.replace("one", "ours, degree").replace("published", "published, degree")
-    return f"| {label} (D) | " + " | ".join(cells) + " |"
+    return f"| {label} ({mark}) | " + " | ".join(cells) + " |"
 
 
 def _cell(x: float | None) -> str:

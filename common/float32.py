@@ -2,8 +2,8 @@
 """float32 arithmetic of the GPU on numpy arrays, bit for bit: fma.rn, add.rn, add.rm, max.
 
 Subnormals are kept (no .ftz) and every NaN result is 0x7fffffff, as PTX has it (PTX ISA 9.1,
-section 9.7.3: fma, add, max). Checked against exact fractions; not yet
-compared with a GPU. Runs: host; needs numpy only.
+section 9.7.3: fma, add, max). Checked against exact fractions and, all but max.NaN, as parts of
+`exp2.exp2` against an H200 (docs/exp2.md). Runs: host; needs numpy only.
 
 Note [Round to odd]
 float64 holds a product of two float32 exactly (48 of 53 bits), but the sum with a third is

@@ -73,7 +73,7 @@ def notes_of(name: str):
     """What the model's roles did as that CTA."""
     row = INDEX[name]
     sizes = (row[key] for key in ("head_dim", "seqlen_q", "seqlen_k", "batch", "heads"))
-    problem = contract.Case("gaussian", row["dtype"], *sizes).problem("cpu")
+    problem = contract.Case(row["generator"], row["dtype"], *sizes).problem("cpu")
     run = load(row["stage"]).simulate(
         problem.q,
         problem.k,

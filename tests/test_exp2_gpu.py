@@ -60,3 +60,22 @@ def test_odd_arrays_and_their_order(exp2_gpu):
 
     apply = exp2_gpu.on_arrays(double, device="cpu")
     assert apply(np.float32([1, 2, 3])).tolist() == [2, 4, 6] and seen == [4]
+
+
+def test_what_was_measured():
+    data = exp2_study.gpu_results()
+    assert data["emulated"] == {"compared": 2**32, "different": 0, "first": None}
+    mufu, quoted = data["mufu"], exp2_study.TABLE_2["MUFU.EX2"]
+    assert mufu["fp32"]["mean"] == pytest.approx(quoted[1], rel=0.01)
+    assert quoted[0] < mufu["fp32"]["max"] < 1.05 * quoted[0]
+    for row in data["against_mufu"].values():
+        assert all(row[kind]["within_one"] == 1 for kind in exp2.DROPPED)
+
+
+def test_the_page_says_what_was_measured():
+    page, data = PAGE.read_text(encoding="utf-8"), exp2_study.gpu_results()
+    assert data["provenance"]["date"] in page and data["provenance"]["driver"] in page
+    for degree, kinds in ((3, ("bf16", "fp16")), (4, ("bf16", "fp16"))):
+        for kind in kinds:
+            share = data["against_mufu"][f"one {degree}"][kind]["same"]
+            assert f"{100 * share:.3f} %" in page

@@ -2,6 +2,7 @@
 """Parts: the further kernels of a stage, to every tool what a stage is."""
 
 import copy
+import dataclasses
 import json
 import math
 import pathlib
@@ -81,6 +82,38 @@ def test_the_kind_names_the_function(dsl, seven):
     assert stage.backwards == (stage.part(NAME),) and stage.backward(64) is stage.part(NAME)
     with pytest.raises(ValueError, match="a kernel is one of attention, preprocess, backward, pos"):
         compile.arguments("other", CompileKey(7, "sm_100a", "float16", 64))
+
+
+def test_a_stage_that_differentiates_has_all_kernels():
+    contract.check_parts(make_stage())
+    contract.check_parts(load(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda stage: stage.config.BACKWARD.pop(64), "needed are"),
+        (
+            lambda stage: stage.config.BACKWARD.update({64: "preprocess"}),
+            "BACKWARD names {'preprocess'}",
+        ),
+        (lambda stage: vars(stage.config).update(BACKWARD={}), "BACKWARD has head dims"),
+        (lambda stage: _limit(stage, head_dims=(128,)), f"{NAME} lacks a head dim"),
+        (lambda stage: _limit(stage, dtypes=("float16",)), f"{NAME} lacks a dtype"),
+        (lambda stage: _limit(stage, seqlen_multiple=256), f"{NAME}: lengths"),
+        (lambda stage: vars(stage.part(NAME).config).update(ARCHS=()), "lacks an architecture"),
+    ],
+)
+def test_a_missing_kernel_is_noticed(change, words):
+    stage = make_stage()
+    change(stage)
+    with pytest.raises(AssertionError, match=words):
+        contract.check_parts(stage)
+
+
+def _limit(stage, **changes):
+    config = stage.part(NAME).config
+    config.ENVELOPE = dataclasses.replace(config.ENVELOPE, **changes)
 
 
 # ---- compiling -----------------------------------------------------------------------------
@@ -199,7 +232,7 @@ def test_mutants_of_a_backward_meet_queries_in_turn(backward):
     assert sizes == {
         "gaussian": (many, 256),
         "ascending_max": (many, 256),
-        "odd key tile": (many, 128),
+        "odd key tile": (many - 128, 128),
         "least queries": (128, 256),
     }
 
@@ -208,7 +241,7 @@ def test_problems_of_a_forward_are_what_they_were():
     problems = mutation.stage_problems(load(6), 64)
     sizes = {name: (row.q.shape[1], row.k.shape[1]) for name, row in problems.items()}
     assert list(sizes) == ["gaussian", "ascending_max", "odd query tile", "least keys"]
-    assert sizes["odd query tile"] == (128, sizes["gaussian"][1])
+    assert sizes["odd query tile"] == (128, sizes["gaussian"][1] - 128)
     assert sizes["least keys"] == (256, 128)
 
 

@@ -36,6 +36,10 @@ def test_host_plan(source, head_dim):
     contract.check_plan(source, head_dim)
 
 
+def test_host_parts():
+    contract.check_parts(STAGE)
+
+
 @pytest.mark.parametrize("name", contract.refusals(STAGE))
 def test_host_refusal(name):
     contract.check_refusal(STAGE, name)
