@@ -227,9 +227,8 @@ def _wanted(notes: Sequence[Note], plan: Plan, role: Role, place: Place) -> Iter
             what, numbers = names.columns(*numbers[:2]), (*numbers, *sorted(note.places))
         elif note.verb in ("load", "store", "reduce"):
             start, size, row, columns = numbers
-            row += place.block * _rows(notes, note) if note.source in place.divided else 0
             barriers = tuple(barrier for barrier, _ in note.places)
-            at = row, place.head, place.batch
+            at = _coordinates(row, note.source, place)
             numbers = (start, size, *barriers, note.source, columns, *at)
         elif note.verb == "sync":
             numbers = (plan.barrier(note.what.partition("[")[0]).arrivals(plan),)
@@ -290,13 +289,12 @@ def _union(*places: Intervals) -> Intervals:
     return tuple(found)
 
 
-def _rows(notes: Sequence[Note], note: Note) -> int:
-    """Rows of a divided tensor that a CTA has: its tiles are loaded or stored once each."""
-    rows = sorted({row.numbers[2] for row in notes if row.source == note.source})
-    return len(rows) * (rows[1] - rows[0]) if len(rows) > 1 else ROWS_OF_ONE_TILE
-
-
-ROWS_OF_ONE_TILE = 128
+def _coordinates(row: int | None, source: str, place: Place) -> tuple[int, int, int]:
+    """Of a copy, behind the column; a tensor without rows has one less, which is logged as 0."""
+    if row is None:
+        return place.head, place.batch, 0
+    first = place.block * place.rows if source in place.divided else 0
+    return first + row, place.head, place.batch
 
 
 # ---- comparison ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from .stage import KernelSource
 
 
 class Place(NamedTuple):
-    """Where a CTA works: its block of rows, head, batch entry.
+    """Where a CTA works: its block of `rows` rows, head, batch entry.
 
     divided: tensors, by their names in the model, of which it has the rows of its block.
     """
@@ -22,6 +22,7 @@ class Place(NamedTuple):
     block: int
     head: int
     batch: int
+    rows: int
     divided: tuple[str, ...] = ("q", "out")
 
 
@@ -42,7 +43,8 @@ class Grid(NamedTuple):
     def place(self, cta: int) -> Place:
         """Where CTA number `cta` works."""
         of_head = cta // self.blocks
-        return Place(cta % self.blocks, of_head % self.heads, of_head // self.heads, self.divided)
+        head, batch = of_head % self.heads, of_head // self.heads
+        return Place(cta % self.blocks, head, batch, self.rows, self.divided)
 
 
 def cta_tiles(source: KernelSource, head_dim: int) -> tuple[int, int]:
