@@ -264,7 +264,7 @@ def stage_problems(
     turns = 1 + WRAPS * max((row.stages for row in stage.config.plan(head_dim).barriers), default=1)
     owned_tiles, owned_tile = cta_tiles(stage, head_dim)
     backward, unit = stage.kind == "backward", envelope.seqlen_multiple
-    visited_tile = stage.config.TILE_M if backward else stage.config.TILE_N[head_dim]
+    visited_tile = stage.config.TILE if backward else stage.config.TILE_N[head_dim]
     visited, owned = math.ceil(turns * visited_tile / unit) * unit, owned_tiles * owned_tile
     least, odd = ("queries", "key") if backward else ("keys", "query")
     sizes = {"gaussian": (owned, visited), "ascending_max": (owned, visited)}

@@ -57,7 +57,8 @@ def plan_of(name: str):
 
 def place_of(name: str) -> Place:
     """The place of the CTA that wrote it."""
-    return Place(*INDEX[name]["place"])
+    config = load(INDEX[name]["stage"]).config
+    return Place(*INDEX[name]["place"], config.Q_TILES * config.TILE_M)
 
 
 def cta_of(name: str) -> int:

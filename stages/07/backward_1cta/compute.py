@@ -47,8 +47,8 @@ def probabilities(tS, tP, rP: cute.Tensor, sLSE: cute.Tensor, scale_log2: Float3
     """P = exp2(scale S - LSE) of this thread's key, in registers and tensor memory.
 
     Runs: 128 threads, converged; thread = lane = key. Args: tS ((TILE, HALF), 1, 1) float32, tP
-    ((TILE, 16), 1, HALF / 16) 16-bit in TMEM, overlapping; rP (HALF,) Float32, written; sLSE (HALF,)
-    Float32 shared, log2 units. The caller has waited for S. Numerics: float32, MUFU.
+    ((TILE, 16), 1, HALF / 16) 16-bit in TMEM, overlapping; rP (HALF,) Float32, written; sLSE
+    (HALF,) Float32 shared, log2 units. The caller has waited for S. Numerics: float32, MUFU.
     """
     for part in cutlass.range_constexpr(config.HALF // config.CHUNK):
         rS = load_columns(tS, part, tidx)  # (CHUNK,)
@@ -56,9 +56,7 @@ def probabilities(tS, tP, rP: cute.Tensor, sLSE: cute.Tensor, scale_log2: Float3
         cute.autovec_copy(cute.local_tile(sLSE, (config.CHUNK,), (part,)), rLSE)
         row = cute.local_tile(rP, (config.CHUNK,), (part,))
         for i in cutlass.range_constexpr(0, config.CHUNK, 2):
-            x = arith.fma2(
-                (rS[i], rS[i + 1]), (scale_log2, scale_log2), (-rLSE[i], -rLSE[i + 1])
-            )
+            x = arith.fma2((rS[i], rS[i + 1]), (scale_log2, scale_log2), (-rLSE[i], -rLSE[i + 1]))
             row[i], row[i + 1] = arith.exp2(x[0]), arith.exp2(x[1])
         rP_16 = cute.make_rmem_tensor((config.CHUNK,), tP.element_type)
         rP_16.store(row.load().to(tP.element_type))
@@ -99,25 +97,23 @@ def compute(half, smem, tmem, bars, outputs, scales, where, m_tiles, key_tiles, 
 
     Runs: the 128 threads of COMPUTE0 or COMPUTE1, converged; thread = lane = key. Args: half, 0 or
     1; smem, tmem by name; outputs, see epilogue; scales, (scale_log2, softmax_scale); tidx in the
-    warpgroup. Waits: stats_full, s_full, ds_empty, dp_full. Arrives: p_full, ds_full (MMA waits),
-    stats_empty (LOAD waits).
+    warpgroup. Waits: q_full, s_full, dp_full. Arrives: p_full, ds_full, where MMA waits. sdS is
+    free when dP is there: MMA commits dP after the dQ that read it.
     """
     tS, tP, tdP, tdS = tmem["half"](half)
     rP = cute.make_rmem_tensor((config.HALF,), Float32)
     for step in cutlass.range(m_tiles * key_tiles, unroll=1):
         m_tile, key_tile = position(step, key_tiles)
-        slot, parity = ring(m_tile, config.STATS_STAGES)
+        slot, parity = ring(m_tile, cute.size(smem["sQ"], mode=[3]))
         sLSE = cute.local_tile(smem["sStats"][0, None, slot], (config.HALF,), (half,))
         sD = cute.local_tile(smem["sStats"][1, None, slot], (config.HALF,), (half,))
         if key_tile == 0:
-            cute.arch.mbarrier_wait(bars.stats_full.data_ptr() + slot, parity)  # LOAD, TMA arrive
+            cute.arch.mbarrier_wait(bars.q_full.data_ptr() + slot, parity)  # LOAD and TMA arrive
         cute.arch.mbarrier_wait(bars.s_full.data_ptr(), step % 2)  # MMA's commit arrives
         fence_after()
         probabilities(tS, tP, rP, sLSE, scales[0], tidx)
         fence_before()
         cute.arch.mbarrier_arrive(bars.p_full.data_ptr())  # MMA waits
-        if key_tile == 0:
-            cute.arch.mbarrier_wait(bars.ds_empty.data_ptr(), m_tile % 2 ^ 1)  # MMA's commit arrives
         cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), step % 2)  # MMA's commit arrives
         fence_after()
         sdS = cute.local_tile(smem["sdS_rows"][tidx, None, key_tile], (config.HALF,), (half,))
@@ -125,6 +121,4 @@ def compute(half, smem, tmem, bars, outputs, scales, where, m_tiles, key_tiles, 
         cute.arch.fence_proxy("async.shared", space="cta")  # sdS: written by threads, read by MMA
         fence_before()
         cute.arch.mbarrier_arrive(bars.ds_full.data_ptr())  # MMA waits
-        if key_tile == key_tiles - 1:
-            cute.arch.mbarrier_arrive(bars.stats_empty.data_ptr() + slot)  # LOAD waits
     epilogue(half, smem, tmem, bars, outputs, scales[1], where, key_tiles, tidx)

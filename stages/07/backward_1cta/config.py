@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass in one CTA: dK and dV of its keys stay in tensor memory, dQ is added up outside.
+"""The backward pass in one CTA: dK and dV of its keys in tensor memory, dQ added up outside.
 
 Five products for each pair of a query tile and a key tile, S and dP transposed. Data only; runs:
 host.
@@ -12,13 +12,13 @@ IDEA = "Keys stay, queries stream by: five products, and tensor memory holds fou
 
 TILE = 128  # rows of a query tile and of a key tile; a key is a lane of tensor memory
 KEY_TILES = {64: 2, 128: 1}  # of a CTA, by head dim: 128 columns of dK and of dV
-Q_STAGES = {64: 2, 128: 2}  # slots of the ring of query tiles
+Q_STAGES = {64: 2, 128: 2}  # slots of the ring of query tiles, with LSE and D of their rows
 DO_STAGES = {64: 2, 128: 1}  # slots of the ring of dO tiles
-STATS_STAGES = 2  # slots of the ring of LSE and D
 HALF = 64  # queries of a tile that one COMPUTE warpgroup has, and columns of an output block
 CHUNK = 32  # columns of tensor memory that one load or store moves
 SLICE = 32  # columns of dQ that one reduction adds
 DQ_SLOTS = 2  # slices of dQ in shared memory
+STATS_BYTES = 2 * TILE * 4  # LSE and D of a query tile
 COPY_BYTES = 16  # one shared-memory access of a thread
 TMEM_COLUMNS = 512
 TMEM_S, TMEM_DV, TMEM_DP, TMEM_DK = 0, 128, 256, 384  # first columns; P lies in S, dS, dQ in dP
@@ -54,7 +54,7 @@ def plan(head_dim: int) -> Plan:
         launch_registers=128,
         smem=(
             SmemBuffer("barriers", 256, align=8, holds="mbarriers, address of tensor memory"),
-            SmemBuffer("sStats", 2 * TILE * 4, STATS_STAGES, 128, "LSE in log2 units, D"),
+            SmemBuffer("sStats", STATS_BYTES, Q_STAGES[head_dim], 128, "LSE in log2 units, D"),
             SmemBuffer("sK", tile_bytes, key_tiles, 1024, "key tiles"),
             SmemBuffer("sV", tile_bytes, key_tiles, 1024, "value tiles"),
             SmemBuffer("sQ", tile_bytes, Q_STAGES[head_dim], 1024, "query tiles"),
@@ -83,27 +83,28 @@ def _copies(head_dim: int) -> tuple[Barrier, ...]:
     load, mma, commit = (Arrival("LOAD", "tma"),), (Arrival("MMA"),), (Arrival("MMA", "commit"),)
     compute, to_load = (Arrival("COMPUTE0"), Arrival("COMPUTE1")), (Arrival("LOAD"),)
     tile_bytes, key_bytes = TILE * head_dim * 2, KEY_TILES[head_dim] * TILE * head_dim * 2
-    q_stages, do_stages, stats_stages = Q_STAGES[head_dim], DO_STAGES[head_dim], STATS_STAGES
     names = ("REDUCE", "COMPUTE0", "COMPUTE1", "MMA", "LOAD", "EMPTY")
     everyone = tuple(Arrival(name) for name in names)
-    full = lambda name, to, guards, stages, size: Barrier(
-        name, load, to, guards, stages=stages, tx_bytes=size
-    )
-    empty = lambda name, by, guards, stages: Barrier(
-        name, by, to_load, guards, stages=stages, first_wait_passes=True
-    )
+
+    def full(name, to, guards, size, stages=1):
+        return Barrier(name, load, to, guards, stages=stages, tx_bytes=size)
+
+    def empty(name, guards, stages):
+        return Barrier(name, commit, to_load, guards, stages=stages, first_wait_passes=True)
+
+    q_stages, do_stages = Q_STAGES[head_dim], DO_STAGES[head_dim]
     return (
         Barrier(
             "start", everyone, everyone, "barriers, tensor memory are there", "named", number=0
         ),
-        full("k_full", mma, "sK holds the key tiles", 1, key_bytes),
-        full("v_full", mma, "sV holds the value tiles", 1, key_bytes),
-        full("q_full", mma, "a slot holds its query tile", q_stages, tile_bytes),
-        empty("q_empty", commit, "S and dK of the query tile are done", q_stages),
-        full("do_full", mma, "a slot holds its tile of dO", do_stages, tile_bytes),
-        empty("do_empty", commit, "dP and dV of the tile are done", do_stages),
-        full("stats_full", compute, "a slot holds LSE and D", stats_stages, 2 * TILE * 4),
-        empty("stats_empty", compute, "LSE and D were used", stats_stages),
+        full("k_full", mma, "sK holds the key tiles", key_bytes),
+        full("v_full", mma, "sV holds the value tiles", key_bytes),
+        full(
+            "q_full", mma + compute, "a query tile, LSE and D", tile_bytes + STATS_BYTES, q_stages
+        ),
+        empty("q_empty", "S and dK of the query tile are done", q_stages),
+        full("do_full", mma, "a slot holds its tile of dO", tile_bytes, do_stages),
+        empty("do_empty", "dP and dV of the tile are done", do_stages),
     )
 
 
@@ -113,12 +114,13 @@ def _products() -> tuple[Barrier, ...]:
     return (
         Barrier("s_full", commit, compute, "S is complete"),
         Barrier("p_full", compute, mma, "P is complete, S has been read"),
-        Barrier("dp_full", commit, compute, "dP is complete"),
+        Barrier("dp_full", commit, compute, "dP is complete, and so is the dQ before it"),
         Barrier("ds_full", compute, mma, "dS is complete in both memories, dP has been read"),
-        Barrier("ds_empty", commit, compute, "dQ has used sdS", first_wait_passes=True),
         Barrier("dq_full", commit, reduce, "dQ of all key tiles is complete"),
         Barrier("dq_read", reduce, mma, "dQ is in registers"),
-        Barrier("dq_staged", reduce, reduce, "a slice is in sdQ, the one before left", "named", number=1),
+        Barrier(
+            "dq_staged", reduce, reduce, "a slice is in sdQ, the one before left", "named", number=1
+        ),
     )
 
 
@@ -131,7 +133,7 @@ def _outputs() -> tuple[Barrier, ...]:
         Barrier("dk_full", commit, compute, "dK includes all queries, Q is not needed any more"),
         Barrier("dkv_read", compute, mma, "dV and dK have been read"),
         *(
-            Barrier(f"staged{half}", by, by, "a block of output is staged", "named", number=2 + half)
+            Barrier(f"staged{half}", by, by, "a block is in sdV or sdK", "named", number=2 + half)
             for half, by in enumerate(halves)
         ),
     )

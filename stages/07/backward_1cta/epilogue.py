@@ -50,7 +50,9 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, tidx: 
     fence_before()
     cute.arch.barrier(barrier_id=2 + half, number_of_threads=128)  # staged0, staged1
     tile = (config.TILE, config.HALF)
-    gD = cute.local_tile(mD[None, None, head, batch], tile, (None, None))  # (TILE, HALF, n, d / HALF)
+    gD = cute.local_tile(
+        mD[None, None, head, batch], tile, (None, None)
+    )  # (TILE, HALF, n, d / HALF)
     tDsD, tDgD = cpasync.tma_partition(
         store, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
     )  # (TMA, 2), (TMA, n, d / HALF)
@@ -62,7 +64,9 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, tidx: 
 
 
 @cute.jit
-def epilogue(half, smem, tmem, bars, outputs, softmax_scale: Float32, where, key_tiles, tidx: Int32):
+def epilogue(
+    half, smem, tmem, bars, outputs, softmax_scale: Float32, where, key_tiles, tidx: Int32
+):
     """Write dV as soon as it is complete, then dK.
 
     Runs: COMPUTE0 or COMPUTE1, converged. Args: smem, tmem by name; outputs, (dV's, dK's) as in

@@ -37,13 +37,10 @@ def shared_storage(head_dim: int):
         q_empty: q_slots
         do_full: do_slots
         do_empty: do_slots
-        stats_full: slots(config.STATS_STAGES)
-        stats_empty: slots(config.STATS_STAGES)
         s_full: slots(1)
         p_full: slots(1)
         dp_full: slots(1)
         ds_full: slots(1)
-        ds_empty: slots(1)
         dq_full: slots(1)
         dq_read: slots(1)
         dv_full: slots(1)
@@ -164,7 +161,9 @@ def load_statistics(mStats: cute.Tensor):
 def copy_of_rows(op, mX: cute.Tensor, layout):
     """TMA atom and tensor that copy a slot of `rows_layout` to mX (s, d, h, b). Runs: trace."""
     slot = cute.select(layout, mode=[0, 1])
-    return cpasync.make_tiled_tma_atom(op, mX, slot, tuple(cute.product_each(layout.outer.shape)[:2]))
+    return cpasync.make_tiled_tma_atom(
+        op, mX, slot, tuple(cute.product_each(layout.outer.shape)[:2])
+    )
 
 
 @cute.kernel
@@ -193,7 +192,7 @@ def backward_kernel(
 
     allocator = cutlass.memory.SmemAllocator()
     bars = allocator.allocate(shared_storage(head_dim))
-    smem = shared_tensors(allocator, layouts, dtype)
+    smem = shared_tensors(allocator, layouts, head_dim, dtype)
     if warp == config.MMA:
         initialise(bars, head_dim)
         cute.arch.alloc_tmem(config.TMEM_COLUMNS, bars.tmem_address)
@@ -232,17 +231,23 @@ def tiles_of(n_block, n_tiles, head_dim: int):
     return cutlass.min(left, Int32(config.KEY_TILES[head_dim]))
 
 
-def shared_tensors(allocator, layouts, dtype) -> dict:
-    """Tensors in shared memory by name, in the order of the plan; turned and staged ones overlap."""
-    stats = cute.make_layout(
-        (2, config.TILE, config.STATS_STAGES), stride=(config.TILE, 1, 2 * config.TILE)
-    )
+def shared_tensors(allocator, layouts, head_dim: int, dtype) -> dict:
+    """Tensors in shared memory by name, in the plan's order; turned and staged ones overlap."""
+    shape = (2, config.TILE, config.Q_STAGES[head_dim])
+    stats = cute.make_layout(shape, stride=(config.TILE, 1, 2 * config.TILE))
     smem = {"sStats": allocator.allocate_tensor(Float32, stats, 128)}
     for name in ("sK", "sV", "sQ", "sdO", "sdS", "sdQ"):
         kind = Float32 if name == "sdQ" else dtype
         layout = layouts[name]
         smem[name] = allocator.allocate_tensor(kind, layout.outer, ALIGN_BYTES, layout.inner)
-    overlaps = {"sKt": "sK", "sQt": "sQ", "sdOt": "sdO", "sdS_rows": "sdS", "sdV": "sdO", "sdK": "sQ"}
+    overlaps = {
+        "sKt": "sK",
+        "sQt": "sQ",
+        "sdOt": "sdO",
+        "sdS_rows": "sdS",
+        "sdV": "sdO",
+        "sdK": "sQ",
+    }
     for name, below in overlaps.items():
         iterator = cute.recast_ptr(smem[below].iterator, layouts[name].inner)
         smem[name] = cute.make_tensor(iterator, layouts[name].outer)
@@ -256,15 +261,19 @@ def tensor_memory(address, head_dim: int, dtype) -> dict:
     ((TILE, d), 1, 1) float32 of a key tile, dV_all, dK_all ((TILE, 128), 1, 1) all of them; dQ
     ((TILE, d), 1, 1); half: (S, P, dP, dS) of half of the queries.
     """
-    mma_s, mma_add, mma_q = make_mmas(dtype, head_dim)
+    mma_s, mma_add, _ = make_mmas(dtype, head_dim)
     tile, half_tile = (config.TILE, config.TILE), make_mmas(dtype, config.HALF)[1]
     whole = mma_s.make_fragment_C(mma_s.partition_shape_C(tile)).layout
-    columns = half_tile.make_fragment_C(half_tile.partition_shape_C((config.TILE, config.HALF))).layout
+    columns = half_tile.make_fragment_C(
+        half_tile.partition_shape_C((config.TILE, config.HALF))
+    ).layout
     layout_a = mma_add.make_fragment_A(mma_add.partition_shape_A((config.TILE, config.HALF))).layout
     shape_d = mma_add.partition_shape_C((config.TILE, head_dim))
     layout_d = mma_add.make_fragment_C(shape_d).layout
     at = lambda column, layout: cute.make_tensor(address + column, layout)
-    pairs = lambda column: cute.make_tensor(cute.recast_ptr(address + column, dtype=dtype), layout_a)
+    pairs = lambda column: cute.make_tensor(
+        cute.recast_ptr(address + column, dtype=dtype), layout_a
+    )
 
     def by_half(half):
         s, dp = config.TMEM_S + half * config.HALF, config.TMEM_DP + half * config.HALF

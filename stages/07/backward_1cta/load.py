@@ -31,7 +31,9 @@ def tile_views(atoms, tensors, smem, where, head_dim: cutlass.Constexpr):
     part = make_mmas(smem["sK"].element_type, head_dim)[0].get_slice(0)
     views = {}
     for name, side in sides.items():
-        gX = cute.local_tile(tensors[name][None, None, head, batch], tile, (None, 0))  # (TILE, d, n)
+        gX = cute.local_tile(
+            tensors[name][None, None, head, batch], tile, (None, 0)
+        )  # (TILE, d, n)
         gX = getattr(part, f"partition_{side}")(gX)  # ((TILE, 16), 1, d / 16, n)
         tXsX, tXgX = tma_views(atoms[name], smem[f"s{name}"], gX)  # (TMA, STAGES), (TMA, n)
         views[name] = (tXgX, tXsX)
@@ -39,7 +41,7 @@ def tile_views(atoms, tensors, smem, where, head_dim: cutlass.Constexpr):
     gStats = cute.local_tile(tensors["stats"][None, None, head, batch], (2, config.TILE), (None, 0))
     tXsX, tXgX = cpasync.tma_partition(
         atoms["stats"], 0, cute.make_layout(1), sStats, cute.group_modes(gStats, 0, 2)
-    )  # (TMA, STATS_STAGES), (TMA, m)
+    )  # (TMA, Q_STAGES), (TMA, m)
     views["stats"] = (tXgX, tXsX)
     return views
 
@@ -53,31 +55,28 @@ def load_keys(load: cute.CopyAtom, views, first: Int32, key_tiles, size, full):
 
 
 @cute.jit
-def load_next(load: cute.CopyAtom, views, m_tile: Int32, size, full, empty):
-    """Start the copy of a query tile's part of one tensor, when its slot is empty. Runs: LOAD."""
-    slot, parity = ring(m_tile, cute.size(views[1], mode=[1]))
-    cute.arch.mbarrier_wait(empty + slot, parity ^ 1)  # MMA's commit or COMPUTE arrives
-    announce(full + slot, size)
-    cute.copy(load, views[0][None, m_tile], views[1][None, slot], tma_bar_ptr=full + slot)
-
-
-@cute.jit
 def load(atoms, tensors, smem, bars, where, m_tiles, key_tiles, head_dim: cutlass.Constexpr):
-    """Load the key tiles once, then every query tile with its dO and statistics.
+    """Load the key tiles once, then every query tile, its statistics and its dO.
 
-    Runs: LOAD, converged. Args: as tile_views. Waits: q_empty, do_empty, stats_empty. Arrives:
-    k_full, v_full, q_full, do_full (MMA waits), stats_full (COMPUTE waits).
+    Runs: LOAD, converged. Args: as tile_views. Waits: q_empty, do_empty. Arrives: k_full, v_full,
+    do_full (MMA waits), q_full (COMPUTE, too).
     """
     views = tile_views(atoms, tensors, smem, where, head_dim)
     size, first = stage_bytes(smem["sK"]), where[0] * config.KEY_TILES[head_dim]
     load_keys(atoms["K"], views["K"], first, key_tiles, size, bars.k_full.data_ptr())
     for m_tile in cutlass.range(m_tiles, unroll=1):
-        q_full, q_empty = bars.q_full.data_ptr(), bars.q_empty.data_ptr()
-        load_next(atoms["Q"], views["Q"], m_tile, size, q_full, q_empty)
+        slot, parity = ring(m_tile, config.Q_STAGES[head_dim])
+        cute.arch.mbarrier_wait(bars.q_empty.data_ptr() + slot, parity ^ 1)  # MMA's commit arrives
+        q_full = bars.q_full.data_ptr() + slot
+        announce(q_full, size + config.STATS_BYTES)
+        for name in ("Q", "stats"):
+            source, target = views[name]
+            cute.copy(atoms[name], source[None, m_tile], target[None, slot], tma_bar_ptr=q_full)
         if m_tile == 0:
             load_keys(atoms["V"], views["V"], first, key_tiles, size, bars.v_full.data_ptr())
-        stats_full, stats_empty = bars.stats_full.data_ptr(), bars.stats_empty.data_ptr()
-        stats_size = 2 * config.TILE * 4
-        load_next(atoms["stats"], views["stats"], m_tile, stats_size, stats_full, stats_empty)
-        do_full, do_empty = bars.do_full.data_ptr(), bars.do_empty.data_ptr()
-        load_next(atoms["dO"], views["dO"], m_tile, size, do_full, do_empty)
+        slot, parity = ring(m_tile, config.DO_STAGES[head_dim])
+        cute.arch.mbarrier_wait(bars.do_empty.data_ptr() + slot, parity ^ 1)  # MMA's commit arrives
+        do_full = bars.do_full.data_ptr() + slot
+        announce(do_full, size)
+        source, target = views["dO"]
+        cute.copy(atoms["dO"], source[None, m_tile], target[None, slot], tma_bar_ptr=do_full)

@@ -62,8 +62,8 @@ def mma_transposed(sA: cute.Tensor, sB: cute.Tensor, tD: cute.Tensor, tile, slot
 def mma_add(halves, sB: cute.Tensor, tD: cute.Tensor, slot, accumulate):
     """Issue dV += P dO or dK += dS Q (= unless `accumulate`).
 
-    Runs: one warp, converged; one lane issues. Args: halves, two of ((TILE, 16), 1, HALF / 16) 16-bit
-    in TMEM; sB ((d, 16), 1, TILE / 16, STAGES) shared; tD ((TILE, d), 1, 1) float32 in TMEM. Cost:
+    Runs: one warp, converged; one lane issues. Args: halves, two of ((TILE, 16), 1, HALF / 16)
+    16-bit in TMEM; sB ((d, 16), 1, TILE / 16, STAGES) shared; tD ((TILE, d), 1, 1) float32 in TMEM. Cost:
     TILE / 16 MMAs of 128 x d x 16.
     """
     _, mma_add, _ = make_mmas(sB.element_type, cute.size(tD, mode=[0, 1]))
@@ -81,8 +81,8 @@ def mma_dq(sdS: cute.Tensor, sKt: cute.Tensor, tdQ: cute.Tensor, key_tiles, bars
 
     Runs: one warp, converged; one lane issues. Args: sdS ((TILE, 16), 1, TILE / 16, KEY_TILES), a
     row for each query, and sKt ((d, 16), 1, TILE / 16, KEY_TILES) shared; tdQ ((TILE, d), 1, 1)
-    float32 in TMEM. Arrives: dq_full (REDUCE waits), ds_empty (COMPUTE). Cost: TILE / 16 MMAs of
-    128 x d x 16 for each key tile.
+    float32 in TMEM. Arrives: dq_full, where REDUCE waits. Cost: TILE / 16 MMAs of 128 x d x 16 for
+    each key tile.
     """
     _, _, mma_q = make_mmas(sdS.element_type, cute.size(tdQ, mode=[0, 1]))
     tA = mma_q.make_fragment_A(sdS)  # (1, 1, TILE / 16, KEY_TILES) descriptors
@@ -93,7 +93,6 @@ def mma_dq(sdS: cute.Tensor, sKt: cute.Tensor, tdQ: cute.Tensor, key_tiles, bars
             a, b = tA[None, None, k_block, tile], tB[None, None, k_block, tile]
             cute.gemm(mma_q, tdQ, a, b, tdQ)
     commit(bars.dq_full.data_ptr())
-    commit(bars.ds_empty.data_ptr())
 
 
 @cute.jit
@@ -132,7 +131,7 @@ def dp_and_dv(smem, tmem, bars, key_tiles, step):
 def dk_and_dq(smem, tmem, bars, key_tiles, step):
     """Issue dK of a step, when dS is there, and after the last key tile dQ.
 
-    Runs: MMA. Waits: ds_full. Arrives: q_empty, dq_full, ds_empty.
+    Runs: MMA. Waits: ds_full. Arrives: q_empty, dq_full.
     """
     m_tile, key_tile = position(step, key_tiles)
     slot, _ = ring(m_tile, cute.size(smem["sQ"], mode=[3]))
