@@ -137,3 +137,30 @@ def _outputs() -> tuple[Barrier, ...]:
             for half, by in enumerate(halves)
         ),
     )
+
+
+# What the compiled code must show, by head dim. Names: common.facts.FACT_NAMES.
+DECLARED = {
+    head_dim: {
+        "registers": 128,  # at launch: 65536 / 512 threads
+        "tmem_columns": TMEM_COLUMNS,
+        "mma_kinds": "f16",
+        "mma_ss": 2 * head_dim // 16 + TILE // 16,  # S and dP; dQ
+        "mma_ts": 2 * TILE // 16,  # dV and dK
+        "ex2": HALF,
+        "mbarrier_waits": 17,  # one for each wait in the sources
+        "mbarrier_arrives": 8,
+        "commits": 7,
+        "tmem_fences": 17,
+        "tmem_load_waits": 9,  # two of S, two of dP, dQ, two each of dV and dK
+        "tmem_store_waits": 2,  # P, dS
+        "proxy_fences": 3 + head_dim // SLICE,  # before dQ's MMA; of dV and dK; of dQ by slices
+        "init_fences": 1,
+        "tmem_deallocs": 1,
+        "tma_reductions": head_dim // SLICE,
+        "slots_per_element": ("<=", 5.1 if head_dim == 128 else 5.5),
+        "mma_warp_issue": ("<=", 400),
+    }
+    for head_dim in KEY_TILES
+}
+DECLARED[128] |= {"tile_cycles_smem": 3328, "tensor_ceiling": (">=", 0.76)}  # see the page

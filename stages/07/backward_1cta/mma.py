@@ -63,8 +63,8 @@ def mma_add(halves, sB: cute.Tensor, tD: cute.Tensor, slot, accumulate):
     """Issue dV += P dO or dK += dS Q (= unless `accumulate`).
 
     Runs: one warp, converged; one lane issues. Args: halves, two of ((TILE, 16), 1, HALF / 16)
-    16-bit in TMEM; sB ((d, 16), 1, TILE / 16, STAGES) shared; tD ((TILE, d), 1, 1) float32 in TMEM. Cost:
-    TILE / 16 MMAs of 128 x d x 16.
+    16-bit in TMEM; sB ((d, 16), 1, TILE / 16, STAGES) shared; tD ((TILE, d), 1, 1) float32 in TMEM.
+    Cost: TILE / 16 MMAs of 128 x d x 16.
     """
     _, mma_add, _ = make_mmas(sB.element_type, cute.size(tD, mode=[0, 1]))
     tB = mma_add.make_fragment_B(sB)  # (1, 1, TILE / 16, STAGES) descriptors

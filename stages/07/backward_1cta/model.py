@@ -20,6 +20,7 @@ SLOTS_DQ = 0.3  # a store of four
 REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "* fence_before in begin": "only alloc came before, which is synchronous",
     "* fence_after in begin": "start orders alloc alone, which is synchronous",
+    "COMPUTE? wait q_full in compute": "S full follows the q_full that MMA waited for",
     "REDUCE sync dq_staged": "the four warps of a role are one agent here; the log has each",
     "COMPUTE? sync staged?": "the four warps of a role are one agent here; the log has each",
     "COMPUTE? fence_before in store_block #1": "after wait_ld only dealloc, synchronous, follows",
