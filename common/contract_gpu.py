@@ -292,7 +292,7 @@ def check_executed(stage: KernelSource, dtype: str, head_dim: int) -> Executed:
             edges |= {(a.removeprefix("mma "), b.removeprefix("mma ")) for a, b in verdict.a1_edges}
             acts += compared.acts
             logs.append(verdict)
-    listed = listed_a1_edges(stage)
+    listed = listed_a1_edges(stage, head_dim)
     assert edges == listed, f"only A1 orders {sorted(edges)}, the page lists {sorted(listed)}"
     sizes = sum(row.events for row in logs), sum(row.size for row in logs)
     return Executed(len(logs), *sizes, acts, tuple(sorted(edges)))

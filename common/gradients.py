@@ -173,19 +173,21 @@ def statistics(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = Non
     return both.unflatten(-1, (-1, TILE_ROWS)).transpose(2, 3).contiguous()
 
 
-def simulate(part: Part, q, k, v, dout, *, out, lse, dlse, softmax_scale, machine, max_ctas):
-    """See `Part.simulate`."""
+def simulate(part: Part, given: dict, softmax_scale, machine, max_ctas):
+    """See `Part.simulate`; `given` has its tensors by name, None where one is left out."""
     from .model import B200
 
     if part.model is None:
         raise ValueError(f"part {part.tag} has no model")
+    q, k, v = (given[name] for name in "qkv")
     problem = check(part, q, k, v, softmax_scale, need_cuda=False)
-    _check_upstream(q, dout, out=out, lse=lse, dlse=dlse)
+    _check_upstream(q, given)
+    out, lse, dout = (given[name] for name in ("out", "lse", "dout"))
     if out is None or lse is None:
         truth = oracle_forward(problem, q, k, v)
         out = truth.out if out is None else out
         lse = truth.lse if lse is None else lse
-    stats = statistics(out, lse, dout, dlse)
+    stats = statistics(out, lse, dout, given["dlse"])
     scale, on = problem.softmax_scale, machine or B200
     with torch.no_grad():
         return part.model.run(q, k, v, loadable(dout), stats, scale, on, max_ctas)
@@ -198,15 +200,15 @@ def oracle_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     return Saved(q, k, v, truth.out.to(q.dtype), truth.lse.float())
 
 
-def _check_upstream(q: Tensor, dout, **others) -> None:
-    """TypeError or ValueError unless the rest of what a backward takes fits q."""
+def _check_upstream(q: Tensor, given: dict) -> None:
+    """TypeError or ValueError unless dout, out, lse, dlse fit q; all but dout may be None."""
     batch, seqlen, heads, _ = q.shape
-    of_rows = (batch, heads, seqlen), torch.float32
-    wanted = {"dout": (q.shape, q.dtype), "out": (q.shape, q.dtype), "lse": of_rows}
-    for name, x in {"dout": dout, **others}.items():
+    like_q, of_rows = (q.shape, q.dtype), ((batch, heads, seqlen), torch.float32)
+    wanted = {"dout": like_q, "out": like_q, "lse": of_rows, "dlse": of_rows}
+    for name, (shape, dtype) in wanted.items():
+        x = given[name]
         if x is None and name != "dout":
             continue
-        shape, dtype = wanted.get(name, of_rows)
         if not isinstance(x, Tensor) or x.dtype != dtype or x.device != q.device:
             raise TypeError(f"{name} must be a {dtype} tensor on {q.device}; got {_what(x)}")
         if x.shape != shape:

@@ -106,8 +106,8 @@ class Part(KernelSource):
         """
         from .gradients import simulate
 
-        given = {"out": out, "lse": lse, "dlse": dlse, "softmax_scale": softmax_scale}
-        return simulate(self, q, k, v, dout, **given, machine=machine, max_ctas=max_ctas)
+        given = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
+        return simulate(self, given, softmax_scale, machine, max_ctas)
 
 
 class Stage(KernelSource):

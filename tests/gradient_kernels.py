@@ -5,7 +5,6 @@
 and faults can be planted in each.
 """
 
-import dataclasses
 import types
 
 import torch
@@ -42,20 +41,18 @@ def postprocess(mdQ_accum, mdQ, softmax_scale):
 
 
 def make_stage() -> Stage:
-    """Stage 07 with one more part, whose kernel is `backward`; differentiable."""
+    """Stage 07 with a backward part of its own, whose kernel is `backward`."""
     stage = Stage(7)
     names = ("preprocess", NAME, "postprocess")
-    envelope = dataclasses.replace(stage.config.ENVELOPE, differentiable=True)
-    changes = {"ENVELOPE": envelope, "PARTS": names, "BACKWARD": {64: NAME, 128: NAME}}
+    changes = {"PARTS": names, "BACKWARD": {64: NAME, 128: NAME}}
     stage.config = types.SimpleNamespace(**{**vars(stage.config), **changes})
     made = Part(7, NAME)
     made.config = types.SimpleNamespace(
         NAME="backward by torch",
         ENVELOPE=stage.config.ENVELOPE,
         ARCHS=stage.config.ARCHS,
-        KEY_TILES=1,
-        TILE_M=128,
-        TILE_N={64: 128, 128: 128},
+        KEY_TILES={64: 1, 128: 1},
+        TILE=128,
         plan=stage.config.plan,
     )
     stage._parts[NAME] = made

@@ -43,7 +43,7 @@ def seven():
 def backward():
     """A backward part, with two key tiles to a CTA."""
     part = make_stage().part(NAME)
-    part.config.KEY_TILES = 2
+    part.config.KEY_TILES = {64: 2, 128: 2}
     return part
 
 
@@ -212,15 +212,15 @@ def test_ctas_of_a_backward_own_keys(backward):
     assert cta_tiles(backward, 64) == (2, 128)
     found = grid(backward, problem)
     assert (found.blocks, found.ctas) == (3, 18)
-    assert found.place(17) == Place(2, 2, 1, ("k", "v", "dk", "dv"))
-    assert found.place(4) == Place(1, 1, 0, ("k", "v", "dk", "dv"))
+    assert found.place(17) == Place(2, 2, 1, 256, ("k", "v", "dk", "dv"))
+    assert found.place(4) == Place(1, 1, 0, 256, ("k", "v", "dk", "dv"))
 
 
 def test_ctas_of_a_forward_own_queries():
     problem = Case("gaussian", "bfloat16", 64, 640, 128, 2, 3).problem()
     found = grid(load(6), problem)
-    assert (found.blocks, found.ctas, found.place(4)) == (3, 18, Place(1, 1, 0))
-    assert Place(1, 1, 0).divided == ("q", "out")
+    assert (found.blocks, found.ctas, found.place(4)) == (3, 18, Place(1, 1, 0, 256))
+    assert Place(1, 1, 0, 256).divided == ("q", "out")
     assert grid(load(1), problem).ctas == 30
 
 
@@ -299,12 +299,15 @@ def test_edges_of_a_part_are_listed_by_its_name(seven, tmp_path, monkeypatch):
     (tmp_path / "07").mkdir()
     (tmp_path / "07/README.md").write_text(
         "**Ordered by A1\nalone**: `O0` before `S0`.\n"
-        "**Ordered by A1 alone in `backward_torch`**: `dV` before `S`, `dK` before `dP`.\n"
+        "**Ordered by A1 alone in `backward_torch`**: `dV` before `S`, `dK` before\n`dP` at head "
+        "dim 64.\n"
     )
     monkeypatch.setattr(contract, "STAGES_FOLDER", tmp_path)
-    assert contract.listed_a1_edges(seven) == {("O0", "S0")}
-    assert contract.listed_a1_edges(make_stage().part(NAME)) == {("dV", "S"), ("dK", "dP")}
-    assert contract.listed_a1_edges(seven.part("preprocess")) == set()
+    part = make_stage().part(NAME)
+    assert contract.listed_a1_edges(seven, 64) == {("O0", "S0")}
+    assert contract.listed_a1_edges(part, 64) == {("dV", "S"), ("dK", "dP")}
+    assert contract.listed_a1_edges(part, 128) == {("dV", "S")}
+    assert contract.listed_a1_edges(seven.part("preprocess"), 64) == set()
 
 
 # ---- evidence ------------------------------------------------------------------------------
@@ -360,8 +363,8 @@ def test_evidence_of_an_unknown_part_is_refused(seven, recorded):
 def test_each_part_with_tensor_memory_needs_logs_and_mutants(monkeypatch):
     stage = make_stage()
     rows = [
-        {"key": "07-x", "log": {**LOG, "a1_edges": [["O0", "S0"], ["O1", "S1"]]}},
-        {"key": "07-y", "part": NAME, "log": {**LOG, "a1_edges": []}},
+        {"key": "07-x", "head_dim": 64, "log": {**LOG, "a1_edges": [["O0", "S0"], ["O1", "S1"]]}},
+        {"key": "07-y", "head_dim": 64, "part": NAME, "log": {**LOG, "a1_edges": []}},
         {"key": "07-z", "part": "preprocess"},
     ]
     mutants = [MUTATION | {"kernel": "07-x"}]
