@@ -38,8 +38,8 @@ ENVELOPE = Envelope(
     head_dims=(64, 128),
     seqlen_multiple=128,
     grouped_heads=False,
-    differentiable=False,
-    lifted_by={"head_dim": 10, "seqlen": 8, "heads": 9, "strides": 10, "grad": 7},
+    differentiable=True,
+    lifted_by={"head_dim": 10, "seqlen": 8, "heads": 9, "strides": 10},
 )
 
 
