@@ -22,7 +22,7 @@ STATS_BYTES = 2 * TILE * 4  # LSE and D of a query tile
 COPY_BYTES = 16  # one shared-memory access of a thread
 TMEM_COLUMNS = 512
 TMEM_S, TMEM_DV, TMEM_DP, TMEM_DK = 0, 128, 256, 384  # first columns; dQ lies in dP
-TMEM_P, TMEM_DS = (0, 96), (256, 352)  # by half of the queries, in columns that only it reads
+TMEM_P, TMEM_DS = (0, 96), (256, 320)  # by half of the queries, in columns that only it reads
 ARCHS = ("sm_100a", "sm_103a")  # runs natively
 
 REDUCE, COMPUTE0, COMPUTE1 = range(0, 4), range(4, 8), range(8, 12)  # warps
@@ -149,7 +149,7 @@ DECLARED = {
         "mbarrier_arrives": 8,
         "commits": 7,
         "tmem_fences": 17,
-        "tmem_load_waits": 9,  # two of S, two of dP, dQ, two each of dV and dK
+        "tmem_load_waits": 8,  # S, two of dP, dQ, two each of dV and dK
         "tmem_store_waits": 2,  # P, dS
         "proxy_fences": 3 + head_dim // SLICE,  # before dQ's MMA; of dV and dK; of dQ by slices
         "init_fences": 1,

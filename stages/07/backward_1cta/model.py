@@ -236,9 +236,10 @@ def mma(role: Role, cta: Cta):
 def probabilities(role: Role, cta: Cta, half: int, slot: int, step: int):
     """P = exp2(scale S - LSE) of this warpgroup's queries, in registers and tensor memory."""
     parts = []
+    whole = yield from role.tmem_load(cta.tS.part(half * config.HALF, config.HALF), step)
+    yield from role.wait_ld()
     for part in range(0, config.HALF, config.CHUNK):
-        s = yield from role.tmem_load(cta.tS.part(half * config.HALF + part, config.CHUNK), step)
-        yield from role.wait_ld()
+        s = whole[:, part : part + config.CHUNK]
         lse = role.read(statistics(cta, slot, 0, half * config.HALF + part), by_all=True)
         amounts = {"mufu": s.numel(), "cvt": 0.5 * s.numel(), "issue": slots(SLOTS_P, s)}
         yield from role.execute("P", step, fma=s.numel(), smem=broadcast(role, s), **amounts)
