@@ -14,18 +14,19 @@ from .mma import position, ring
 
 
 @cute.jit
-def load_columns(tX: cute.Tensor, part, tidx: Int32):
-    """A CHUNK of columns of this thread's lane of tensor memory, in registers; complete on return.
+def load_columns(tX: cute.Tensor, rX: cute.Tensor, first: cutlass.Constexpr, tidx: Int32):
+    """Copy columns of this thread's lane of tensor memory to registers; complete on return.
 
-    Runs: 128 threads, converged; thread = lane. Args: tX ((TILE, n), 1, 1) float32 in TMEM; part,
-    which CHUNK. Returns: (CHUNK,) Float32.
+    Runs: 128 threads, converged; thread = lane. Args: tX ((TILE, n), 1, 1) float32 in TMEM; rX
+    (m,) Float32, m columns from the CHUNK `first` on.
     """
     load = tmem_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(config.CHUNK)), tX)
     tX_t2r = load.get_slice(tidx).partition_S(tX)  # (T2R, n / CHUNK, 1, 1)
-    rX = cute.make_rmem_tensor(cute.make_layout(((config.CHUNK, 1),)), Float32)  # (T2R)
-    cute.copy(load, tX_t2r[None, part, 0, 0], rX)
+    layout = cute.make_layout(((config.CHUNK, 1),))  # T2R of one thread
+    for part in cutlass.range_constexpr(cute.size(rX) // config.CHUNK):
+        rX_i = cute.make_tensor(rX.iterator + part * config.CHUNK, layout)  # (T2R)
+        cute.copy(load, tX_t2r[None, first + part, 0, 0], rX_i)
     cute.arch.fence_view_async_tmem_load()
-    return cute.make_tensor(rX.iterator, cute.make_layout(config.CHUNK))
 
 
 @cute.jit
@@ -48,15 +49,17 @@ def probabilities(tS, tP, rP: cute.Tensor, sLSE: cute.Tensor, scale_log2: Float3
 
     Runs: 128 threads, converged; thread = lane = key. Args: tS ((TILE, HALF), 1, 1) float32, tP
     ((TILE, 16), 1, HALF / 16) 16-bit in TMEM, overlapping; rP (HALF,) Float32, written; sLSE
-    (HALF,) Float32 shared, log2 units. The caller has waited for S. Numerics: float32, MUFU.
+    (HALF,) Float32 shared, log2 units. The caller has waited for S. P takes columns of S that this
+    thread has read: all are, before the first is written. Numerics: float32, MUFU.
     """
+    load_columns(tS, rP, 0, tidx)
     for part in cutlass.range_constexpr(config.HALF // config.CHUNK):
-        rS = load_columns(tS, part, tidx)  # (CHUNK,)
         rLSE = cute.make_rmem_tensor((config.CHUNK,), Float32)
         cute.autovec_copy(cute.local_tile(sLSE, (config.CHUNK,), (part,)), rLSE)
         row = cute.local_tile(rP, (config.CHUNK,), (part,))
         for i in cutlass.range_constexpr(0, config.CHUNK, 2):
-            x = arith.fma2((rS[i], rS[i + 1]), (scale_log2, scale_log2), (-rLSE[i], -rLSE[i + 1]))
+            minus_lse = -rLSE[i], -rLSE[i + 1]
+            x = arith.fma2((row[i], row[i + 1]), (scale_log2, scale_log2), minus_lse)
             row[i], row[i + 1] = arith.exp2(x[0]), arith.exp2(x[1])
         rP_16 = cute.make_rmem_tensor((config.CHUNK,), tP.element_type)
         rP_16.store(row.load().to(tP.element_type))
@@ -74,7 +77,8 @@ def differences(tdP, tdS, rP: cute.Tensor, sD: cute.Tensor, sdS: cute.Tensor, ti
     """
     width = config.COPY_BYTES * 8 // sdS.element_type.width  # elements of one shared store
     for part in cutlass.range_constexpr(config.HALF // config.CHUNK):
-        rdP = load_columns(tdP, part, tidx)  # (CHUNK,)
+        rdP = cute.make_rmem_tensor((config.CHUNK,), Float32)
+        load_columns(tdP, rdP, part, tidx)
         rD = cute.make_rmem_tensor((config.CHUNK,), Float32)
         cute.autovec_copy(cute.local_tile(sD, (config.CHUNK,), (part,)), rD)
         p = cute.local_tile(rP, (config.CHUNK,), (part,))

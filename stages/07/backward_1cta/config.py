@@ -21,7 +21,8 @@ DQ_SLOTS = 2  # slices of dQ in shared memory
 STATS_BYTES = 2 * TILE * 4  # LSE and D of a query tile
 COPY_BYTES = 16  # one shared-memory access of a thread
 TMEM_COLUMNS = 512
-TMEM_S, TMEM_DV, TMEM_DP, TMEM_DK = 0, 128, 256, 384  # first columns; P lies in S, dS, dQ in dP
+TMEM_S, TMEM_DV, TMEM_DP, TMEM_DK = 0, 128, 256, 384  # first columns; dQ lies in dP
+TMEM_P, TMEM_DS = (0, 96), (256, 320)  # by half of the queries, in columns that only it reads
 ARCHS = ("sm_100a", "sm_103a")  # runs natively
 
 REDUCE, COMPUTE0, COMPUTE1 = range(0, 4), range(4, 8), range(8, 12)  # warps
@@ -66,12 +67,12 @@ def plan(head_dim: int) -> Plan:
         ),
         tmem=(
             TmemRegion("S", TMEM_S, TILE, "scores, transposed", ("P0", "P1")),
-            TmemRegion("P0", TMEM_S, HALF // 2, "P of queries 0 to 63, 16-bit pairs"),
-            TmemRegion("P1", TMEM_S + HALF, HALF // 2, "P of queries 64 to 127"),
+            TmemRegion("P0", TMEM_P[0], HALF // 2, "P of queries 0 to 63, 16-bit pairs"),
+            TmemRegion("P1", TMEM_P[1], HALF // 2, "P of queries 64 to 127"),
             TmemRegion("dV", TMEM_DV, key_tiles * head_dim, "dV of all key tiles"),
             TmemRegion("dP", TMEM_DP, TILE, "dP, transposed", ("dS0", "dS1", "dQ")),
-            TmemRegion("dS0", TMEM_DP, HALF // 2, "dS of queries 0 to 63, pairs", ("dQ",)),
-            TmemRegion("dS1", TMEM_DP + HALF, HALF // 2, "dS of queries 64 to 127", ("dQ",)),
+            TmemRegion("dS0", TMEM_DS[0], HALF // 2, "dS of queries 0 to 63, pairs", ("dQ",)),
+            TmemRegion("dS1", TMEM_DS[1], HALF // 2, "dS of queries 64 to 127", ("dQ",)),
             TmemRegion("dQ", TMEM_DP, head_dim, "dQ of these keys"),
             TmemRegion("dK", TMEM_DK, key_tiles * head_dim, "dK of all key tiles"),
         ),
@@ -126,16 +127,12 @@ def _products() -> tuple[Barrier, ...]:
 
 def _outputs() -> tuple[Barrier, ...]:
     commit, mma = (Arrival("MMA", "commit"),), (Arrival("MMA"),)
-    halves = (Arrival("COMPUTE0"),), (Arrival("COMPUTE1"),)
-    compute = halves[0] + halves[1]
+    compute = (Arrival("COMPUTE0"), Arrival("COMPUTE1"))
     return (
         Barrier("dv_full", commit, compute, "dV includes all queries, dO is not needed any more"),
         Barrier("dk_full", commit, compute, "dK includes all queries, Q is not needed any more"),
         Barrier("dkv_read", compute, mma, "dV and dK have been read"),
-        *(
-            Barrier(f"staged{half}", by, by, "a block is in sdV or sdK", "named", number=2 + half)
-            for half, by in enumerate(halves)
-        ),
+        Barrier("staged", compute, compute, "both blocks are in sdV or sdK", "named", number=2),
     )
 
 
@@ -152,7 +149,7 @@ DECLARED = {
         "mbarrier_arrives": 8,
         "commits": 7,
         "tmem_fences": 17,
-        "tmem_load_waits": 9,  # two of S, two of dP, dQ, two each of dV and dK
+        "tmem_load_waits": 8,  # S, two of dP, dQ, two each of dV and dK
         "tmem_store_waits": 2,  # P, dS
         "proxy_fences": 3 + head_dim // SLICE,  # before dQ's MMA; of dV and dK; of dQ by slices
         "init_fences": 1,

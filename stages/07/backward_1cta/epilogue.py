@@ -35,20 +35,22 @@ def stage_block(tD: cute.Tensor, first, scale: Float32, sD: cute.Tensor, tidx: I
 
 
 @cute.jit
-def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, tidx: Int32):
+def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, key_tiles, tidx: Int32):
     """Stage this warpgroup's block of dV or dK and write it to global memory by TMA.
 
-    Runs: as stage_block; warp 0 issues. Args: sD (TILE, HALF, 2) shared; output, (the TMA atom, its
-    tensor (sk, d, h, b)); where, (n_block, head, batch). The block is half of the columns, or with
-    two key tiles one of them.
+    Runs: both warpgroups; the first warp of each issues. Args: sD (TILE, HALF, 2) shared; output,
+    (the TMA atom, its tensor (sk, d, h, b)); where, (n_block, head, batch). The block is half of
+    the columns, or with two key tiles one of them.
     """
     store, mD = output
     n_block, head, batch = where
     head_dim = cute.size(mD, mode=[1])
-    stage_block(tD, half * (config.HALF // config.CHUNK), scale, sD[None, None, half], tidx)
+    there = half * config.HALF < key_tiles * head_dim
+    if there:
+        stage_block(tD, half * (config.HALF // config.CHUNK), scale, sD[None, None, half], tidx)
     cute.arch.fence_proxy("async.shared", space="cta")  # sD: written by threads, read by TMA
     fence_before()
-    cute.arch.barrier(barrier_id=2 + half, number_of_threads=128)  # staged0, staged1
+    cute.arch.barrier(barrier_id=2, number_of_threads=256)  # staged: all wait for all
     tile = (config.TILE, config.HALF)
     gD = cute.local_tile(
         mD[None, None, head, batch], tile, (None, None)
@@ -58,7 +60,7 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, tidx: 
     )  # (TMA, 2), (TMA, n, d / HALF)
     key_tile, column = half * config.HALF // head_dim, half * config.HALF % head_dim // config.HALF
     n_tile = n_block * config.KEY_TILES[head_dim] + key_tile
-    if cute.arch.make_warp_uniform(tidx // 32) == 0:
+    if there and cute.arch.make_warp_uniform(tidx // 32) == 0:
         cute.copy(store, tDsD[None, half], tDgD[None, n_tile, column])
         cute.arch.cp_async_bulk_commit_group()
 
@@ -72,16 +74,13 @@ def epilogue(
     Runs: COMPUTE0 or COMPUTE1, converged. Args: smem, tmem by name; outputs, (dV's, dK's) as in
     store_block. Waits: dv_full, dk_full. Arrives: dkv_read, where MMA waits.
     """
-    there = (half * config.HALF) < key_tiles * cute.size(outputs[0][1], mode=[1])
     cute.arch.mbarrier_wait(bars.dv_full.data_ptr(), 0)  # MMA's commit arrives
     fence_after()
-    if there:
-        one = Float32(1.0)
-        store_block(half, tmem["dV_all"], one, smem["sdV"], outputs[0], where, tidx)
+    one, (dv, dk) = Float32(1.0), outputs
+    store_block(half, tmem["dV_all"], one, smem["sdV"], dv, where, key_tiles, tidx)
     cute.arch.mbarrier_wait(bars.dk_full.data_ptr(), 0)  # MMA's commit arrives
     fence_after()
-    if there:
-        store_block(half, tmem["dK_all"], softmax_scale, smem["sdK"], outputs[1], where, tidx)
+    store_block(half, tmem["dK_all"], softmax_scale, smem["sdK"], dk, where, key_tiles, tidx)
     fence_before()
     cute.arch.mbarrier_arrive(bars.dkv_read.data_ptr())  # MMA waits
     if cute.arch.make_warp_uniform(tidx // 32) == 0:

@@ -275,15 +275,20 @@ def tensor_memory(address, head_dim: int, dtype) -> dict:
         cute.recast_ptr(address + column, dtype=dtype), layout_a
     )
 
+    first = lambda columns, half: columns[0] + half * (columns[1] - columns[0])
+
     def by_half(half):
-        s, dp = config.TMEM_S + half * config.HALF, config.TMEM_DP + half * config.HALF
-        return at(s, columns), pairs(s), at(dp, columns), pairs(dp)
+        p, ds = (pairs(first(place, half)) for place in (config.TMEM_P, config.TMEM_DS))
+        s, dp = (
+            at(start + half * config.HALF, columns) for start in (config.TMEM_S, config.TMEM_DP)
+        )
+        return s, p, dp, ds
 
     return {
         "S": at(config.TMEM_S, whole),
         "dP": at(config.TMEM_DP, whole),
-        "P": [pairs(config.TMEM_S + half * config.HALF) for half in range(2)],
-        "dS": [pairs(config.TMEM_DP + half * config.HALF) for half in range(2)],
+        "P": [pairs(column) for column in config.TMEM_P],
+        "dS": [pairs(column) for column in config.TMEM_DS],
         "dV": lambda key_tile: at(config.TMEM_DV + key_tile * head_dim, layout_d),
         "dK": lambda key_tile: at(config.TMEM_DK + key_tile * head_dim, layout_d),
         "dV_all": at(config.TMEM_DV, whole),

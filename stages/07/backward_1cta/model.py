@@ -22,7 +22,7 @@ REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "* fence_after in begin": "start orders alloc alone, which is synchronous",
     "COMPUTE? wait q_full in compute": "S full follows the q_full that MMA waited for",
     "REDUCE sync dq_staged": "the four warps of a role are one agent here; the log has each",
-    "COMPUTE? sync staged?": "the four warps of a role are one agent here; the log has each",
+    "COMPUTE? sync staged": "the four warps of a role are one agent here; the log has each",
     "COMPUTE? fence_before in store_block #1": "after wait_ld only dealloc, synchronous, follows",
     "COMPUTE? fence_before in epilogue #1": "after wait_ld only dealloc, synchronous, follows",
     "MMA fence_after in mma": "only dealloc follows, which is synchronous",
@@ -236,9 +236,10 @@ def mma(role: Role, cta: Cta):
 def probabilities(role: Role, cta: Cta, half: int, slot: int, step: int):
     """P = exp2(scale S - LSE) of this warpgroup's queries, in registers and tensor memory."""
     parts = []
+    whole = yield from role.tmem_load(cta.tS.part(half * config.HALF, config.HALF), step)
+    yield from role.wait_ld()
     for part in range(0, config.HALF, config.CHUNK):
-        s = yield from role.tmem_load(cta.tS.part(half * config.HALF + part, config.CHUNK), step)
-        yield from role.wait_ld()
+        s = whole[:, part : part + config.CHUNK]
         lse = role.read(statistics(cta, slot, 0, half * config.HALF + part), by_all=True)
         amounts = {"mufu": s.numel(), "cvt": 0.5 * s.numel(), "issue": slots(SLOTS_P, s)}
         yield from role.execute("P", step, fma=s.numel(), smem=broadcast(role, s), **amounts)
@@ -356,9 +357,8 @@ def epilogue(role: Role, cta: Cta, half: int):
 def store_block(role: Role, cta: Cta, tD, scale: float, staged, target: Global, half: int):
     """A block of output, times `scale`, to shared memory and from there to global memory."""
     key_tile, column = divmod(half * config.HALF, cta.head_dim)
-    if key_tile >= cta.key_tiles:
-        return
-    for part in range(0, config.HALF, config.CHUNK):
+    there = key_tile < cta.key_tiles
+    for part in range(0, config.HALF if there else 0, config.CHUNK):
         values = yield from role.tmem_load(tD[key_tile].part(column + part, config.CHUNK))
         yield from role.wait_ld()
         n = values.numel()
@@ -366,9 +366,10 @@ def store_block(role: Role, cta: Cta, tD, scale: float, staged, target: Global, 
         role.write(staged.part(columns=slice(part, part + config.CHUNK)), values * scale)
     role.fence_proxy()
     role.fence_before()
-    yield from role.sync(f"staged{half}")
-    rows = slice(key_tile * config.TILE, (key_tile + 1) * config.TILE)
-    role.tma_store(staged, target.tile(rows, slice(column, column + config.HALF)))
+    yield from role.sync("staged")
+    if there:
+        rows = slice(key_tile * config.TILE, (key_tile + 1) * config.TILE)
+        role.tma_store(staged, target.tile(rows, slice(column, column + config.HALF)))
 
 
 # ---- kernel --------------------------------------------------------------------------------
