@@ -122,6 +122,15 @@ def _assert_same(wanted, found, tiles: int) -> None:
     assert not apart, f"{apart} elements of dq differ by more than the order of their sum explains"
 
 
+def gradients_large(stage: Stage) -> None:
+    """4096 queries and keys, at every head dim."""
+    for part in stage.backwards:
+        for head_dim in part.config.ENVELOPE.head_dims:
+            sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "batch": 1, "heads": 2}
+            problem = _some(part, head_dim=head_dim, **sizes).problem("cuda")
+            _judged(problem, run_gradients(stage, part, problem))
+
+
 def gradients_statistics(stage: Stage) -> None:
     """What preprocess writes is what torch computes, up to the order of a row's sum."""
     for part, problem in _each(stage):
@@ -253,6 +262,7 @@ def gradients_far_offsets(stage: Stage) -> None:
 GRADIENT_CHECKS: dict[str, Callable[[Stage], None]] = {
     check.__name__: check
     for check in (
+        gradients_large,
         gradients_statistics,
         gradients_softmax_scale,
         gradients_zero_dout,
