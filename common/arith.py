@@ -37,6 +37,14 @@ def add2(a, b):
 
 
 @cute.jit
+def mul2(a, b):
+    """(a0*b0, a1*b1), each rounded to nearest; a and b are pairs of Float32."""
+    if cutlass.const_expr(has_packed_f32()):
+        return cute.arch.mul_packed_f32x2(a, b)
+    return a[0] * b[0], a[1] * b[1]
+
+
+@cute.jit
 def exp2(x: Float32):
     """2**x by the MUFU unit (ex2.approx.f32, at most 2 ulp; PTX section 9.7.3)."""
     return cute.math.exp2(x, fastmath=True)

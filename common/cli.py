@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import pathlib
 import shutil
@@ -18,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .stage import PACKAGE, Stage
+from .stage import PACKAGE, KernelSource, Stage
 
 ladder = importlib.import_module(PACKAGE)
 app = typer.Typer(
@@ -51,6 +52,8 @@ def stage_argument(text: str) -> Stage:
 StageArgument = Annotated[
     Stage, typer.Argument(parser=stage_argument, metavar="N", help="Stage number.")
 ]
+
+PartOption = Annotated[str, typer.Option("--part", help="A kernel of its backward, such as 7 has.")]
 
 
 def _complain(error: Exception) -> None:
@@ -153,6 +156,7 @@ def run(
 @clear_errors
 def facts(
     stage: StageArgument,
+    part: PartOption = "",
     arch: Annotated[str, typer.Option(help="Target architecture.")] = "sm_100a",
     dtype: Annotated[Dtype, typer.Option()] = Dtype.bfloat16,
     head_dim: Annotated[int, typer.Option()] = 128,
@@ -167,7 +171,8 @@ def facts(
     from . import facts as facts_module
     from .compile import compile_stage
 
-    kernel = compile_stage(stage, arch=arch, dtype=dtype.value, head_dim=head_dim)
+    source = stage.part(part)
+    kernel = compile_stage(source, arch=arch, dtype=dtype.value, head_dim=head_dim)
     ptx, machine_code = contract.read_kernel(kernel, ptxas)
     found = facts_module.flat(ptx, machine_code)
     if as_json:
@@ -176,7 +181,7 @@ def facts(
     if report:
         print(machine_code.text())
         return
-    declared = contract.declared_facts(stage, kernel.key)
+    declared = contract.declared_facts(source, kernel.key)
     table = _table("fact", "value", "declared", "from", "meaning", whole=1, title=kernel.key.name)
     for name, meaning in facts_module.FACT_NAMES.items():
         if name in declared or found.get(name):
@@ -194,6 +199,7 @@ def facts(
 @clear_errors
 def compile_command(
     stage: StageArgument,
+    part: PartOption = "",
     arch: Annotated[str, typer.Option(help="Target architecture.")] = "sm_100a",
     dtype: Annotated[Dtype, typer.Option()] = Dtype.bfloat16,
     head_dim: Annotated[int, typer.Option()] = 128,
@@ -205,7 +211,7 @@ def compile_command(
     from .derived import refuse_causal
 
     refuse_causal(stage, causal)
-    kernel = compile_stage(stage, arch=arch, dtype=dtype.value, head_dim=head_dim)
+    kernel = compile_stage(stage.part(part), arch=arch, dtype=dtype.value, head_dim=head_dim)
     out.mkdir(parents=True, exist_ok=True)
     for suffix in ("ptx", "cubin"):
         target = out / f"{kernel.key.name}.{suffix}"
@@ -245,24 +251,22 @@ def pack(
     out: Annotated[pathlib.Path, typer.Option(help="Folder for the artefacts.")],
     log: Annotated[bool, typer.Option("--log", help="With the executed log as well.")] = False,
 ) -> None:
-    """Build the stage's kernels for execution on Hopper, ahead of time and without a GPU.
+    """Build the stage's kernels, all parts, for execution on Hopper, ahead of time, without a GPU.
 
     On the GPU machine, FLASH_LADDER_ARTEFACTS=FOLDER uses them instead of compiling.
     """
-    from .compile import CompileKey
+    from . import contract
     from .hopper.run import artefact_name
     from .hopper.run import pack as pack_kernel
 
-    for dtype in stage.config.ENVELOPE.dtypes:
-        for head_dim in stage.config.ENVELOPE.head_dims:
-            for with_log in (False, True) if log else (False,):
-                key = CompileKey(stage.number, "sm_100a", dtype, head_dim)
-                folder = out / artefact_name(key, with_log)
-                if folder.exists():
-                    raise ValueError(f"--out: {folder} is there already; give another folder")
-                folder.mkdir(parents=True)
-                pack_kernel(stage, key, folder, with_log)
-                console.print(str(folder), soft_wrap=True)
+    sm_100a = (row for row in contract.compile_keys(stage) if row.arch == "sm_100a")
+    for key, with_log in itertools.product(sm_100a, (False, True) if log else (False,)):
+        folder = out / artefact_name(key, with_log)
+        if folder.exists():
+            raise ValueError(f"--out: {folder} is there already; give another folder")
+        folder.mkdir(parents=True)
+        pack_kernel(stage.part(key.part), key, folder, with_log)
+        console.print(str(folder), soft_wrap=True)
 
 
 @app.command()
@@ -304,6 +308,7 @@ def _write(path: pathlib.Path, text: str) -> None:
 @clear_errors
 def model(
     stage: StageArgument,
+    part: PartOption = "",
     seqlen: Annotated[int, typer.Option(min=1, help="Query and key length.")] = 4096,
     heads: Annotated[int, typer.Option(min=1)] = 16,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
@@ -325,8 +330,9 @@ def model(
         timeline.require_altair()
     on = derived.machine(machine, settings or ())
     sizes = derived.Sizes(seqlen, heads, head_dim, causal)
-    with errors.status(f"running the SM model of stage {stage.tag} ..."):
-        report = derived.simulate(stage, on, sizes, settings or ())
+    source = stage.part(part)
+    with errors.status(f"running the SM model of stage {source.tag} ..."):
+        report = derived.simulate(source, on, sizes, settings or ())
     if trace:
         _write(trace, json.dumps(timeline.perfetto(report.run)))
     if svg:
@@ -385,6 +391,7 @@ def roofline(
 @clear_errors
 def mutate(
     stage: StageArgument,
+    part: PartOption = "",
     fast: Annotated[bool, typer.Option("--fast", help="A third of the sites.")] = False,
     device: Annotated[
         bool, typer.Option("--device", help="Of the compiled kernel, executed on a Hopper GPU.")
@@ -410,17 +417,18 @@ def mutate(
         raise ValueError("--fast is for the model; leave it out with --device")
     if out and not device:
         raise ValueError("--out records what --device found; give both")
+    source = stage.part(part)
     progress = functools.partial(
         track,
-        description=f"stage {stage.tag}: deleting",
+        description=f"stage {source.tag}: deleting",
         console=errors,
         transient=True,
         disable=not errors.is_terminal,
     )
     if device:
-        report = _mutate_device(stage, head_dim, progress, out)
+        report = _mutate_device(stage, source, head_dim, progress, out)
     else:
-        report = mutation.mutate(mutation.stage_subject(stage, head_dim), fast, progress)
+        report = mutation.mutate(mutation.stage_subject(source, head_dim), fast, progress)
     if as_json:
         print(json.dumps(report.as_dict(), indent=1))
     else:
@@ -430,26 +438,33 @@ def mutate(
         raise AssertionError("\n".join(report.complaints))
 
 
-def _mutate_device(stage: Stage, head_dim: int | None, progress, out: pathlib.Path | None):
+def _mutate_device(
+    stage: Stage,
+    source: KernelSource,
+    head_dim: int | None,
+    progress,
+    out: pathlib.Path | None,
+):
     import datetime
 
     from . import device_mutation, evidence, mutation
     from .compile import CompileKey, compile_stage
     from .ptx import ptx_hash
 
-    head_dim = mutation.check_head_dim(stage, head_dim)
-    dtype = stage.config.ENVELOPE.dtypes[0]
-    key = CompileKey(stage.number, "sm_100a", dtype, head_dim).name
-    kernel = compile_stage(stage, arch="sm_100a", dtype=dtype, head_dim=head_dim) if out else None
+    head_dim = mutation.check_head_dim(source, head_dim)
+    dtype = source.config.ENVELOPE.dtypes[0]
+    key = CompileKey.of(source, "sm_100a", dtype, head_dim).name
+    kernel = compile_stage(source, arch="sm_100a", dtype=dtype, head_dim=head_dim) if out else None
     if out:  # before minutes are spent
         evidence.rewritten_run(evidence.read(out, stage), ptx_hash(kernel.ptx), out)
-    report = device_mutation.mutate(stage, head_dim, progress)
+    report = device_mutation.mutate(source, head_dim, progress)
     if out:
+        option = f" --part {source.name}" if source.name else ""
         row = {
             "kernel": key,
             "ptx_sha256": ptx_hash(kernel.ptx),
             "date": datetime.date.today().isoformat(),
-            "command": f"flash-ladder mutate {stage.number} --device --head-dim {head_dim}",
+            "command": f"flash-ladder mutate {stage.number}{option} --device --head-dim {head_dim}",
             "counts": report.counts(),
             "by_family": report.by_family(),
             "seconds": round(report.seconds, 1),

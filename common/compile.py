@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling a stage's kernel for any architecture, with or without that GPU; cached.
+"""Compiling the kernels of a stage for any architecture, with or without that GPU; cached.
 
 The result holds PTX, cubin, compile times and an object file that runs on a matching GPU. The disk
 cache (`FLASH_LADDER_CACHE`, else `$XDG_CACHE_HOME/flash-ladder`, else `~/.cache/flash-ladder`) is
@@ -27,7 +27,7 @@ import time
 import warnings
 from dataclasses import asdict, dataclass, replace
 
-from .stage import PACKAGE, Stage
+from .stage import PACKAGE, KernelSource
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 DSL_PACKAGES = (
@@ -51,17 +51,24 @@ class CacheError(OSError):
 
 @dataclass(frozen=True)
 class CompileKey:
-    """What is compiled: stage number, target architecture, dtype name, head dim."""
+    """What is compiled: stage number, target architecture, dtype name, head dim, part or ""."""
 
     stage: int
     arch: str
     dtype: str
     head_dim: int
+    part: str = ""
+
+    @classmethod
+    def of(cls, source: KernelSource, arch: str, dtype: str, head_dim: int) -> CompileKey:
+        """The key of a stage's or a part's kernel."""
+        return cls(source.number, arch, dtype, head_dim, source.name)
 
     @property
     def name(self) -> str:
-        """For file names and tables, such as `01-sm_100a-bfloat16-d128`."""
-        return f"{self.stage:02d}-{self.arch}-{self.dtype}-d{self.head_dim}"
+        """For file names and tables: `01-sm_100a-bfloat16-d128`, `07-preprocess-sm_100a-…`."""
+        part = f"-{self.part}" if self.part else ""
+        return f"{self.stage:02d}{part}-{self.arch}-{self.dtype}-d{self.head_dim}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class CompiledKernel:
 
     @functools.cached_property
     def function(self):
-        """Callable on CUDA tensors: (q, k, v, out, lse, softmax_scale * log2(e))."""
+        """Callable on CUDA tensors, with the arguments of `arguments` but for the stream."""
         from cutlass.cute.runtime import load_module
 
         module = load_module(str(self.folder / "kernel.o"), enable_tvm_ffi=True)
@@ -121,11 +128,13 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(base) / "flash-ladder"
 
 
-def sources(stage: Stage) -> dict[str, bytes]:
+def sources(stage: KernelSource) -> dict[str, bytes]:
     """Files that the kernel is made of: `kernel.py` and what it imports from this package."""
-    root = {stage.tag: stage.folder, "common": pathlib.Path(__file__).parent}
+    package = tuple(stage.tag.split("/"))
+    outer = (stage.folder, stage.folder.parent)[len(package) - 1]
+    root = {package[0]: outer, "common": pathlib.Path(__file__).parent}
     found: dict[str, bytes] = {}
-    todo = [(stage.tag, "kernel")]
+    todo = [(*package, "kernel")]
     while todo:
         module = todo.pop()
         name, path = "/".join(module), _source_file(root, module)
@@ -168,7 +177,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def fingerprint(stage: Stage, key: CompileKey) -> str:
+def fingerprint(stage: KernelSource, key: CompileKey) -> str:
     """Cache key: sha256 over sources, versions, host machine and configuration."""
     digest = hashlib.sha256()
     parts = [asdict(key), versions(), platform.machine(), 2]  # 2: layout of a cache entry
@@ -179,19 +188,19 @@ def fingerprint(stage: Stage, key: CompileKey) -> str:
 
 
 def compile_stage(
-    stage: Stage,
+    stage: KernelSource,
     *,
     arch: str = "sm_100a",
     dtype: str = "bfloat16",
     head_dim: int = 128,
 ) -> CompiledKernel:
-    """Compile one configuration of a stage, or take it from memory or disk.
+    """Compile one configuration of a stage or part, or take it from memory or disk.
 
-    Raises ValueError for an architecture, dtype or head dim that the stage does not have,
+    Raises ValueError for an architecture, dtype or head dim that it does not have,
     `PlanError` for resources that cannot work, `DslMissing` without the DSL, `CacheError` when the
     result cannot be kept.
     """
-    key = CompileKey(stage.number, arch, dtype, head_dim)
+    key = CompileKey.of(stage, arch, dtype, head_dim)
     _check_key(stage, key)
     stage.config.plan(head_dim).check()
     require_dsl()
@@ -203,7 +212,7 @@ def compile_stage(
         return _MEMORY[mark]
 
 
-def _check_key(stage: Stage, key: CompileKey) -> None:
+def _check_key(stage: KernelSource, key: CompileKey) -> None:
     envelope = stage.config.ENVELOPE
     allowed = {"arch": stage.config.ARCHS, "dtype": envelope.dtypes, "head_dim": envelope.head_dims}
     for field, values in allowed.items():
@@ -230,7 +239,7 @@ def _read(key: CompileKey, folder: pathlib.Path) -> CompiledKernel | None:
         return None
 
 
-def _build_into(stage: Stage, key: CompileKey, folder: pathlib.Path) -> CompiledKernel:
+def _build_into(stage: KernelSource, key: CompileKey, folder: pathlib.Path) -> CompiledKernel:
     """Compile beside `folder` and rename, so that other processes see all of it or nothing."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -269,19 +278,18 @@ def _cannot_write(path: pathlib.Path, reason: OSError) -> CacheError:
     )
 
 
-def _build(stage: Stage, key: CompileKey, folder: pathlib.Path) -> CompiledKernel:
+def _build(stage: KernelSource, key: CompileKey, folder: pathlib.Path) -> CompiledKernel:
     """Trace, compile and write one entry into the empty `folder`."""
     import cutlass.cute as cute
 
-    kernel = stage.kernel
-    arguments = forward_arguments(key)
+    function = entry_function(stage)
     dump = folder / "dump"
     dump.mkdir()
     options = f"--gpu-arch {key.arch} --keep-ptx --keep-cubin --enable-tvm-ffi --dump-dir {dump}"
     wall, cpu = time.perf_counter(), time.process_time()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This static loop has")  # meant to be unrolled
-        compiled = cute.compile(kernel.attention, *arguments, options=options)
+        compiled = cute.compile(function, *arguments(stage.kind, key), options=options)
     entry = {
         "wall_seconds": time.perf_counter() - wall,
         "cpu_seconds": time.process_time() - cpu,
@@ -310,28 +318,59 @@ def _launch_smem_bytes(host_ir: str) -> int:
     return sizes.pop()
 
 
-def forward_arguments(key: CompileKey) -> tuple:
-    """Stand-ins for (mQ, mK, mV, mO, mLSE, scale_log2, stream): every size but head dim dynamic.
+def entry_function(stage: KernelSource):
+    """The `@cute.jit` function that is compiled: of kernel.py the one named after its kind."""
+    return getattr(stage.kernel, stage.kind)
 
-    Strides are 64-bit and, along batch, sequence and head, multiples of 16 bytes.
+
+def arguments(kind: str, key: CompileKey) -> tuple:
+    """Stand-ins for what the function of a kind takes: every size but head dim is dynamic.
+
+    attention    mQ, mK, mV, mO, mLSE, scale_log2, stream
+    preprocess   mO, mdO, mLSE, mdLSE, mStats, mdQ_accum, stream
+    backward     mQ, mK, mV, mdO, mStats, mdQ_accum, mdK, mdV, scale_log2, softmax_scale, stream
+    postprocess  mdQ_accum, mdQ, softmax_scale, stream
+
+    mQ, mO, mdO, mdQ (b, sq, h, d) and mK, mV, mdK, mdV (b, sk, h, d) 16-bit: strides are 64-bit
+    and, along batch, sequence and head, multiples of 16 bytes. mLSE and mdLSE (b, h, sq) Float32,
+    natural log; mdLSE with any strides, 0 as well. mStats (b, h, tiles, 2, 128) Float32 by tile of
+    128 query rows: LSE * log2(e), then D. mdQ_accum (b, sq, h, d) Float32, 16-byte rows; scales
+    Float32. Raises ValueError for another kind.
     """
     import cutlass
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[key.dtype]
-    batch, seqlen_q, seqlen_k, heads = (cute.sym_int() for _ in range(4))
+    batch, seqlen_q, seqlen_k, heads, tiles = (cute.sym_int() for _ in range(5))
+    narrow = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[key.dtype]
+    scale, far = cutlass.Float32(1.0), cute.sym_int64  # far: a stride
 
-    def tensor(seqlen):
-        strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+    def rows(seqlen, dtype=narrow):
+        step = 128 // dtype.width  # elements of 16 bytes
         shape = (batch, seqlen, heads, key.head_dim)
+        strides = tuple(far(divisibility=step) for _ in range(3))
         return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
 
-    lse = make_fake_tensor(
-        cutlass.Float32,
-        (batch, heads, seqlen_q),
-        (cute.sym_int64(), cute.sym_int64(), 1),
-        assumed_align=4,
-    )
-    tensors = [tensor(seqlen) for seqlen in (seqlen_q, seqlen_k, seqlen_k, seqlen_q)]
-    return (*tensors, lse, cutlass.Float32(1.0), make_fake_stream(use_tvm_ffi_env_stream=True))
+    def statistic(*strides):
+        shape = (batch, heads, seqlen_q)
+        return make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
+
+    def both():
+        shape, strides = (batch, heads, tiles, 2, 128), (far(256), far(256), 256, 128, 1)
+        return make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=16)
+
+    def accumulator():
+        return rows(seqlen_q, cutlass.Float32)
+
+    query, keys = (lambda: rows(seqlen_q)), (lambda: rows(seqlen_k))
+    lse, dlse = statistic(far(), far(), 1), statistic(far(), far(), far())
+    of_backward = query(), keys(), keys(), query(), both(), accumulator(), keys(), keys()
+    of_kind = {
+        "attention": (query(), keys(), keys(), query(), lse, scale),
+        "preprocess": (query(), query(), lse, dlse, both(), accumulator()),
+        "backward": (*of_backward, scale, scale),
+        "postprocess": (accumulator(), query(), scale),
+    }
+    if kind not in of_kind:
+        raise ValueError(f"a kernel is one of {', '.join(of_kind)}; got {kind!r}")
+    return (*of_kind[kind], make_fake_stream(use_tvm_ffi_env_stream=True))

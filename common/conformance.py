@@ -15,13 +15,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from .grid import Place
 from .hopper.log import TMEM_A, WORD, Log
-from .hopper.steps import QUARTERS, Step, steps
-from .model.notes import Note
+from .hopper.steps import QUARTERS, Names, Step, steps
+from .model.notes import Intervals, Note
 from .plan import THREADS_PER_WARP, Plan, Role
 
 AROUND = 4  # steps shown before and after a mismatch
 ISSUED = ("load", "store", "reduce", "bulk.wait", "mma", "commit", "expect", "alloc", "dealloc")
+IN_SHARED = ("read", "write", "load", "store", "reduce", "copy")
 LEFT_OUT = ("init", "exit")
 SILENT_FENCES = ("mbarrier_init", "bulk.commit")
 
@@ -71,12 +73,10 @@ class Conformance:
         return not self.differences
 
 
-def conform(
-    log: Log, notes: Sequence[Note], plan: Plan, place: tuple[int, int, int]
-) -> Conformance:
+def conform(log: Log, notes: Sequence[Note], plan: Plan, place: Place) -> Conformance:
     """Compare the log of a CTA with the notes of its model.
 
-    place: (m_block, head, batch) of the CTA, to know which tiles it has to load and store.
+    place: of the CTA, to know which tiles it has to load and store.
     """
     found = steps(log, plan)
     tensors = _tensors(found, notes, plan)
@@ -191,8 +191,9 @@ def _mma(step: Step, log: Log) -> tuple:
         a, b = record.words[1], record.words[3]
         starts.append(((a & 0xFFFF) if in_tmem else _start(a, log), _start(b, log)))
     reads = sorted((memory, _moved(memory, cells, log)) for memory, cells in step.reads)
-    unusual = [x for x in (form.negate_a, form.negate_b, form.a_mn_major) if x]
-    return (*step.numbers, form.bf16, form.b_mn_major, tuple(starts), *reads, *unusual)
+    unusual = [x for x in (form.negate_a, form.negate_b) if x]
+    turned = form.a_mn_major, form.b_mn_major
+    return (*step.numbers, form.bf16, *turned, tuple(starts), *reads, *unusual)
 
 
 def _start(descriptor: int, log: Log) -> int:
@@ -209,59 +210,91 @@ def _moved(memory: str, cells, log: Log):
 # ---- a model's notes -----------------------------------------------------------------------
 
 
-def _wanted(
-    notes: Sequence[Note], plan: Plan, role: Role, place: tuple[int, int, int]
-) -> Iterator[Act]:
+def _wanted(notes: Sequence[Note], plan: Plan, role: Role, place: Place) -> Iterator[Act]:
     """What each warp of a role should do; shares are those of one warp."""
-    m_block, head, batch = place
-    warps = len(role.warps)
+    warps, names = len(role.warps), Names(plan)
     for note in _neighbours_joined(notes):
-        numbers = note.numbers
+        what, numbers = note.what, note.numbers
+        if note.verb in IN_SHARED:
+            what = _first_name(what, plan, names)
         if note.verb in ("read", "write"):
             numbers = (numbers[0] // warps,)
         elif note.verb == "arrive" and numbers[0] > 1:
             numbers = (numbers[0] // warps,)
         elif note.verb in ("tmem.ld", "tmem.st"):
-            numbers = (*numbers, 32)
+            what, numbers = names.columns(*numbers), (*numbers, 32)
         elif note.verb == "mma":
-            numbers = (*numbers, *sorted(note.places))
+            what, numbers = names.columns(*numbers[:2]), (*numbers, *sorted(note.places))
         elif note.verb in ("load", "store", "reduce"):
             start, size, row, columns = numbers
-            row += m_block * _rows(notes, note) if note.source in ("q", "out") else 0
             barriers = tuple(barrier for barrier, _ in note.places)
-            numbers = (start, size, *barriers, note.source, columns, row, head, batch)
+            at = _coordinates(row, note.source, place)
+            numbers = (start, size, *barriers, note.source, columns, *at)
         elif note.verb == "sync":
             numbers = (plan.barrier(note.what.partition("[")[0]).arrivals(plan),)
-        yield Act(note.verb, note.what, numbers, note.line)
+        yield Act(note.verb, what, numbers, note.line)
+
+
+def _first_name(what: str, plan: Plan, names: Names) -> str:
+    """The name of a slot of shared memory, or of the earlier buffer that it shares the place of."""
+    name, _, index = what.partition("[")
+    (buffer,) = (row for row in plan.smem if row.name == name)
+    return names.shared(plan.smem_offsets[name] + int(index[:-1] or 0) * buffer.slot_bytes)
 
 
 def _neighbours_joined(notes: Sequence[Note]) -> Iterator[Note]:
-    """Accesses of neighbouring columns one after the other as one, as `steps` has them."""
+    """Accesses of neighbouring columns, and MMAs that add up, as one, as `steps` has them."""
     held = None
     for note in notes:
-        if held and _continues(held, note):
-            held = replace(held, numbers=(held.numbers[0], held.numbers[1] + note.numbers[1]))
-            continue
-        if held:
+        joined = held and (_one_access(held, note) or _one_sum(held, note))
+        if held and not joined:
             yield held
-        held = note
+        held = joined or note
     if held:
         yield held
 
 
-def _continues(before: Note, note: Note) -> bool:
+def _one_access(before: Note, note: Note) -> Note | None:
+    """Both as one access to tensor memory; None where they are not next to each other."""
     same = (before.verb, before.what) == (note.verb, note.what)
-    tmem = note.verb in ("tmem.ld", "tmem.st")
-    return tmem and same and sum(before.numbers) == note.numbers[0]
+    if not (same and note.verb in ("tmem.ld", "tmem.st")) or sum(before.numbers) != note.numbers[0]:
+        return None
+    return replace(before, numbers=(before.numbers[0], before.numbers[1] + note.numbers[1]))
 
 
-def _rows(notes: Sequence[Note], note: Note) -> int:
-    """Rows of q, or of the output, that a CTA has: its tiles are loaded or stored once each."""
-    rows = sorted({row.numbers[2] for row in notes if row.source == note.source})
-    return len(rows) * (rows[1] - rows[0]) if len(rows) > 1 else ROWS_OF_ONE_TILE
+def _one_sum(before: Note, note: Note) -> Note | None:
+    """Both as one MMA of the depth of both; None where the second does not add to the first.
+
+    numbers: column, columns, accumulate, M, N, K, bf16, A and B turned, starts; see `Role.mma`.
+    """
+    if (before.verb, before.what) != (note.verb, note.what) or note.verb != "mma":
+        return None
+    a, b = before.numbers, note.numbers
+    if (*a[:2], *a[3:5], *a[6:9]) != (*b[:2], *b[3:5], *b[6:9]) or not b[2]:
+        return None
+    places = tuple(
+        (memory, _union(mine, others))
+        for (memory, mine), (_, others) in zip(before.places, note.places)
+    )
+    return replace(before, numbers=(*a[:5], a[5] + b[5], *a[6:9], a[9] + b[9]), places=places)
 
 
-ROWS_OF_ONE_TILE = 128
+def _union(*places: Intervals) -> Intervals:
+    """All intervals of some places, those that touch made one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(row for place in places for row in place):
+        if found and start <= found[-1][1]:
+            start, stop = found[-1][0], max(found.pop()[1], stop)
+        found.append((start, stop))
+    return tuple(found)
+
+
+def _coordinates(row: int | None, source: str, place: Place) -> tuple[int, int, int]:
+    """Of a copy, behind the column; a tensor without rows has one less, which is logged as 0."""
+    if row is None:
+        return place.head, place.batch, 0
+    first = place.block * place.rows if source in place.divided else 0
+    return first + row, place.head, place.batch
 
 
 # ---- comparison ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import itertools
 import pathlib
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from .ordering import Ordering
 from .pairwise import pairwise
 from .plan import Plan
 from .sass import SassReport, assemble, report
-from .stage import Stage
+from .stage import STAGES_FOLDER, KernelSource, Stage
 
 MAX_CASES = 60  # of a stage's gpu tier
 GPU_SIZES = {
@@ -40,11 +40,23 @@ HOST_SIZES = {
     "batch": (1, 2),
     "heads": (1, 2),
 }  # the model runs every CTA of these in well under a second
+GPU_GRADIENT_SIZES = {
+    "seqlen_q": (128, 384, 1024),
+    "seqlen_k": (128, 256, 640, 1024),
+    "batch": (1, 2),
+    "heads": (1, 3),
+    "of_lse": (False, True),
+}
+HOST_GRADIENT_SIZES = HOST_SIZES | {"of_lse": (False, True)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem of the contract: which inputs, of which size."""
+    """One problem of the contract: which inputs, of which size.
+
+    part: the backward part that computes gradients, "" for the forward; of_lse: whether LSE has a
+    gradient as well as O.
+    """
 
     generator: str
     dtype: str
@@ -53,10 +65,13 @@ class Case:
     seqlen_k: int
     batch: int
     heads: int
+    part: str = ""
+    of_lse: bool = False
 
     def __str__(self) -> str:
         size = f"b{self.batch}-h{self.heads}-q{self.seqlen_q}-k{self.seqlen_k}-d{self.head_dim}"
-        return f"{self.generator}-{self.dtype}-{size}"
+        part = f"{self.part}-{'dlse-' if self.of_lse else ''}" if self.part else ""
+        return f"{part}{self.generator}-{self.dtype}-{size}"
 
     def problem(self, device: str | torch.device = "cpu") -> inputs.Problem:
         """The tensors; the same bits on every device."""
@@ -71,6 +86,17 @@ class Case:
             device=device,
         )
 
+    def dlse(self, device: str | torch.device = "cpu") -> torch.Tensor | None:
+        """The gradient of LSE (b, h, sq), standard normal float32; None without one.
+
+        The same bits on every device.
+        """
+        if not self.of_lse:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        size = self.batch, self.heads, self.seqlen_q
+        return torch.randn(size, generator=generator).to(device)
+
 
 def this_stage(test_file: str) -> Stage:
     """The stage whose folder holds `test_file`."""
@@ -82,7 +108,7 @@ def generators() -> list[str]:
     return [name for name, row in inputs.GENERATORS.items() if row.needs is None]
 
 
-def cases(stage: Stage, sizes: dict[str, tuple[int, ...]]) -> list[Case]:
+def cases(stage: KernelSource, sizes: dict[str, tuple]) -> list[Case]:
     """A pairwise cover of generators, compiled kernels and `sizes` within the envelope.
 
     A dtype and head dim together count as one factor: each kernel meets every generator and size.
@@ -93,22 +119,50 @@ def cases(stage: Stage, sizes: dict[str, tuple[int, ...]]) -> list[Case]:
     found = []
     for values in pairwise(factors):
         dtype, head_dim = values.pop("kernel")
-        found.append(Case(dtype=dtype, head_dim=head_dim, **values))
+        found.append(Case(dtype=dtype, head_dim=head_dim, part=stage.name, **values))
     assert len(found) <= MAX_CASES, f"{len(found)} cases; the contract allows {MAX_CASES}"
     return found
 
 
+def host_cases(stage: Stage) -> list[Case]:
+    """What the models compute: the forward, and gradients by each backward part with a model."""
+    modelled = [part for part in stage.backwards if part.model]
+    gradients = [case for part in modelled for case in cases(part, HOST_GRADIENT_SIZES)]
+    return cases(stage, HOST_SIZES) + gradients
+
+
+def gpu_cases(stage: Stage) -> list[Case]:
+    """What the kernels compute: the forward, and gradients by each backward part."""
+    gradients = [case for part in stage.backwards for case in cases(part, GPU_GRADIENT_SIZES)]
+    return cases(stage, GPU_SIZES) + gradients
+
+
+def models(stage: Stage) -> list[KernelSource]:
+    """The stage and those of its parts that have a model."""
+    return [source for source in stage.kernels if source.model]
+
+
+def configurations(sources: Iterable[KernelSource]) -> list[tuple[KernelSource, int]]:
+    """(stage or part, head dim) for all that they are compiled for."""
+    return [(source, d) for source in sources for d in source.config.ENVELOPE.head_dims]
+
+
+def label(value: object) -> str:
+    """How a test names a parameter; the stage itself is the forward."""
+    return value.name or "forward" if isinstance(value, KernelSource) else str(value)
+
+
 def compile_keys(stage: Stage) -> list[CompileKey]:
-    """Every dtype and head dim for sm_100a; the last of each for the stage's other targets."""
-    envelope = stage.config.ENVELOPE
-    number, dtypes, head_dims = stage.number, envelope.dtypes, envelope.head_dims
-    return [
-        CompileKey(number, "sm_100a", dtype, head_dim) for dtype in dtypes for head_dim in head_dims
-    ] + [
-        CompileKey(number, arch, dtypes[-1], head_dims[-1])
-        for arch in stage.config.ARCHS
-        if arch != "sm_100a"
-    ]
+    """For the stage and each part: every dtype and head dim for sm_100a; the last of each for the
+    other targets."""
+    found = []
+    for source in stage.kernels:
+        envelope = source.config.ENVELOPE
+        both = [(dtype, head_dim) for dtype in envelope.dtypes for head_dim in envelope.head_dims]
+        found += [CompileKey.of(source, "sm_100a", *pair) for pair in both]
+        others = [arch for arch in source.config.ARCHS if arch != "sm_100a"]
+        found += [CompileKey.of(source, arch, *both[-1]) for arch in others]
+    return found
 
 
 # ---- host tier -----------------------------------------------------------------------------
@@ -203,7 +257,26 @@ def check_refusal(stage: Stage, name: str) -> None:
     assert not absent, f"{name}: {absent} not in {text!r}"
 
 
-def check_plan(stage: Stage, head_dim: int) -> None:
+def check_parts(stage: Stage) -> None:
+    """A stage that differentiates has all kernels for it, for all that its forward takes."""
+    config = stage.config
+    usual, envelope = getattr(config, "BACKWARD", {}), config.ENVELOPE
+    wanted = set(envelope.head_dims if envelope.differentiable else ())
+    assert set(usual) == wanted, f"BACKWARD has head dims {set(usual)}, needed are {wanted}"
+    strange = set(usual.values()) - {part.name for part in stage.backwards}
+    assert not strange, f"BACKWARD names {strange}, no backward parts"
+    needed = {"preprocess": envelope.head_dims, "postprocess": envelope.head_dims} if usual else {}
+    for name in usual.values():
+        needed[name] = [head_dim for head_dim, part in usual.items() if part == name]
+    for name, head_dims in needed.items():
+        part = stage.part(name).config
+        assert set(head_dims) <= set(part.ENVELOPE.head_dims), f"{name} lacks a head dim"
+        assert set(envelope.dtypes) <= set(part.ENVELOPE.dtypes), f"{name} lacks a dtype"
+        assert envelope.seqlen_multiple % part.ENVELOPE.seqlen_multiple == 0, f"{name}: lengths"
+        assert set(config.ARCHS) <= set(part.ARCHS), f"{name} lacks an architecture"
+
+
+def check_plan(stage: KernelSource, head_dim: int) -> None:
     """The plan's resources can work (`Plan.check`)."""
     stage.config.plan(head_dim).check()
 
@@ -221,14 +294,44 @@ def judge(
     ]
 
 
+def judge_gradients(
+    problem: inputs.Problem,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+) -> list[numerics.Comparison]:
+    """Compare gradients with the oracle's, by the tolerance rule. Returns the verdicts on each."""
+    tensors = problem.q, problem.k, problem.v, problem.dout
+    scale = {"softmax_scale": problem.softmax_scale}
+    truth = reference.attention_backward(*tensors, dlse=dlse, **scale)
+    yardstick = reference.same_precision_backward(*tensors, dlse=dlse, **scale)
+    of_out = reference.stored_output_error(*tensors, out_dtype=problem.q.dtype, **scale)
+    ignored = {"dq": truth.ignore_q, "dk": truth.ignore_k, "dv": truth.ignore_k}
+    found = []
+    for name, made in {"dq": dq, "dk": dk, "dv": dv}.items():
+        right = getattr(truth, name)
+        floor = numerics.half_ulp(right, made.dtype) + getattr(of_out, name).abs()
+        options = {"floor": floor.nan_to_num(0.0, 0.0), "ignore": ignored[name], "rows": False}
+        found.append(numerics.compare(made, right, getattr(yardstick, name), name=name, **options))
+    return found
+
+
 def check_model(stage: Stage, case: Case) -> list[numerics.Comparison]:
-    """The stage's model computes the case within tolerance; its schedule comes to an end."""
+    """The model computes the case within tolerance; its schedule comes to an end."""
     problem = case.problem()
-    run = stage.simulate(problem.q, problem.k, problem.v, softmax_scale=problem.softmax_scale)
-    return [verdict.check() for verdict in judge(problem, run.out, run.lse)]
+    if not case.part:
+        run = stage.simulate_problem(problem)
+        return [verdict.check() for verdict in judge(problem, run.out, run.lse)]
+    dlse = case.dlse()
+    run = stage.part(case.part).simulate_problem(problem, dlse=dlse)
+    verdicts = judge_gradients(problem, run.dq, run.dk, run.dv, dlse)
+    return [verdict.check() for verdict in verdicts]
 
 
-def check_mutation(stage: Stage, fast: bool = True, head_dim: int | None = None) -> mutation.Report:
+def check_mutation(
+    stage: KernelSource, fast: bool = True, head_dim: int | None = None
+) -> mutation.Report:
     """Every synchronisation deleted from the model is missed, or the stage says why it is not.
 
     fast: a third of them. head_dim: the envelope's last when None.
@@ -289,17 +392,23 @@ def plan_mismatches(plan: Plan, ptx: facts.PtxFacts) -> list[str]:
     ]
 
 
-A1_LISTED = re.compile(r"\*\*Ordered\s+by\s+A1\s+alone\*\*:([^.]*)\.")
-A1_PAIR = re.compile(r"`(\w+)` before `(\w+)`")
+A1_LISTED = re.compile(r"\*\*Ordered\s+by\s+A1\s+alone(?:\s+in\s+`(\w+)`)?\*\*:([^.]*)\.")
+A1_PAIR = re.compile(r"`(\w+)`\s+before\s+`(\w+)`(?:\s+at\s+head\s+dim\s+(\d+))?")
 
 
-def listed_a1_edges(stage: Stage) -> set[tuple[str, str]]:
-    """Pairs of MMAs, by accumulator, that the stage's page says only rule A1 orders."""
-    text = (stage.folder / "README.md").read_text(encoding="utf-8")
-    return {pair for part in A1_LISTED.findall(text) for pair in A1_PAIR.findall(part)}
+def listed_a1_edges(stage: KernelSource, head_dim: int) -> set[tuple[str, str]]:
+    """Pairs of MMAs, by accumulator, that the stage's page says only rule A1 orders.
+
+    They follow "Ordered by A1 alone", of a part "Ordered by A1 alone in `its name`"; "at head dim
+    64" behind a pair restricts it.
+    """
+    page = STAGES_FOLDER / f"{stage.number:02d}" / "README.md"
+    found = A1_LISTED.findall(page.read_text(encoding="utf-8"))
+    pairs = [pair for name, text in found if name == stage.name for pair in A1_PAIR.findall(text)]
+    return {(first, second) for first, second, only in pairs if only in ("", str(head_dim))}
 
 
-def check_a1(stage: Stage, head_dim: int) -> None:
+def check_a1(stage: KernelSource, head_dim: int) -> None:
     """The page lists what only rule A1 orders in the model, and nothing else."""
     orderings: list[Ordering] = []
 
@@ -309,9 +418,9 @@ def check_a1(stage: Stage, head_dim: int) -> None:
 
     problem = mutation.stage_problems(stage, head_dim)["gaussian"]
     with observe(ordering):
-        stage.simulate(problem.q, problem.k, problem.v, softmax_scale=problem.softmax_scale)
+        stage.simulate_problem(problem)
     edges = {(r.first.op, r.second.op) for order in orderings for r in order.a1_edges()}
-    listed = listed_a1_edges(stage)
+    listed = listed_a1_edges(stage, head_dim)
     assert edges == listed, f"only A1 orders {sorted(edges)}, the page lists {sorted(listed)}"
 
 
@@ -327,7 +436,7 @@ def read_kernel(kernel: CompiledKernel, ptxas: str = "") -> tuple[facts.PtxFacts
     return facts.ptx_facts(kernel.ptx), report(cubin, d_qk=kernel.key.head_dim)
 
 
-def declared_facts(stage: Stage, key: CompileKey) -> dict[str, object]:
+def declared_facts(stage: KernelSource, key: CompileKey) -> dict[str, object]:
     """What plan and config say that the compiled code shows; registers and the like for sm_100a."""
     declared = {**NO_SPILLS, "threads": stage.config.plan(key.head_dim).threads}
     if key.arch == "sm_100a":
@@ -335,7 +444,7 @@ def declared_facts(stage: Stage, key: CompileKey) -> dict[str, object]:
     return declared
 
 
-def check_facts(stage: Stage, kernel: CompiledKernel) -> None:
+def check_facts(stage: KernelSource, kernel: CompiledKernel) -> None:
     """The compiled code shows the plan and `declared_facts`; no lint speaks up.
 
     Raises MissingTool without nvdisasm, once all that the PTX shows has been checked.

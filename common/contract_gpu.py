@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gpu tier of the contract: what a stage's kernel must do on this machine's GPU.
+"""The gpu tier of the contract: what a stage's kernels must do on this machine's GPU.
+
+Gradients have checks of their own in `contract_gradients.py`.
 
 Every launch writes into poisoned memory with guards around it, so an element that was not written,
 or one too many, is found. Runs: host.
@@ -7,33 +9,25 @@ or one too many, is found. Runs: host.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from . import inputs, mutation, numerics
+from . import contract_gradients, inputs, mutation, numerics
 from .conformance import conform
-from .contract import (
-    GPU_SIZES,
-    Case,
-    cases,
-    compile_skip_reason,
-    judge,
-    listed_a1_edges,
-)
+from .contract import Case, compile_skip_reason, gpu_cases, judge, listed_a1_edges
 from .envelope import check
 from .executed import check_log
+from .grid import cta_tiles, grid
 from .hopper.log import Log, decode
 from .launch import execution, kernel_for, launch, modes
-from .stage import Stage
+from .poisoned import Guards
+from .stage import KernelSource, Stage
 
-GUARD = 256  # elements before and after an output that must stay untouched
 
-
-def gpu_skip_reason(stage: Stage) -> str | None:
-    """Why this machine cannot run the stage's kernel, or None."""
+def gpu_skip_reason(stage: KernelSource) -> str | None:
+    """Why this machine cannot run the kernel of a stage or part, or None."""
     if not torch.cuda.is_available():
         return "no CUDA GPU here"
     if not modes(stage, torch.device("cuda")):
@@ -41,43 +35,30 @@ def gpu_skip_reason(stage: Stage) -> str | None:
     return compile_skip_reason()
 
 
-def guarded(shape: tuple[int, ...], dtype: torch.dtype, device) -> tuple[torch.Tensor, Callable]:
-    """A poisoned tensor inside poisoned storage, and a check that its surroundings still are."""
-    size = torch.Size(shape).numel()
-    storage = numerics.poison_(torch.empty(size + 2 * GUARD, dtype=dtype, device=device))
+def run_problem(stage: KernelSource, problem: inputs.Problem) -> tuple[torch.Tensor, ...]:
+    """What one kernel writes, into poisoned, guarded memory; inputs must not change.
 
-    def check_guards() -> None:
-        outside = torch.cat([storage[:GUARD], storage[-GUARD:]])
-        changed = 2 * GUARD - numerics.unwritten(outside)
-        assert not changed, f"{changed} elements outside the output were written"
-
-    return storage[GUARD:-GUARD].view(shape), check_guards
-
-
-def run_problem(stage: Stage, problem: inputs.Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the stage's kernel into poisoned, guarded memory; inputs must not change."""
+    Of a stage (out, lse), of a backward part (dq_accum, dk, dv).
+    """
+    if stage.kind == "backward":
+        return contract_gradients.run_part(stage, problem)
     q, k, v = problem.q, problem.k, problem.v
     checked = check(stage, q, k, v, problem.softmax_scale)
     kernel = kernel_for(stage, checked, q.device)
-    out, check_out = guarded(q.shape, q.dtype, q.device)
+    guards = Guards(q=q, k=k, v=v)
+    out = guards.output(q.shape, q.dtype, q.device)
     lse_shape = (checked.batch, checked.heads, checked.seqlen_q)
-    lse, check_lse = guarded(lse_shape, torch.float32, q.device)
-    before = [x.clone() for x in (q, k, v)]
+    lse = guards.output(lse_shape, torch.float32, q.device)
     launch(kernel, checked, q, k, v, out, lse)
     torch.cuda.synchronize(q.device)
-    check_out()
-    check_lse()
-    for name, was, now in zip("qkv", before, (q, k, v)):
-        assert torch.equal(_bits(was), _bits(now)), f"{name} was written"
+    guards.check()
     return out, lse
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.int16)
-
-
 def check_gpu_case(stage: Stage, case: Case) -> list[numerics.Comparison]:
-    """The kernel computes the case within tolerance on this machine's GPU."""
+    """The kernels compute the case within tolerance on this machine's GPU."""
+    if case.part:
+        return contract_gradients.check_gradient_case(stage, case)
     problem = case.problem("cuda")
     return [verdict.check() for verdict in judge(problem, *run_problem(stage, problem))]
 
@@ -231,6 +212,13 @@ GPU_CHECKS: dict[str, Callable[[Stage], None]] = {
     )
 }
 
+
+def checks(stage: Stage) -> dict[str, Callable[[Stage], None]]:
+    """Every check of the stage by name; those of gradients where it has them."""
+    differentiable = stage.config.ENVELOPE.differentiable
+    return GPU_CHECKS | (contract_gradients.GRADIENT_CHECKS if differentiable else {})
+
+
 ADVERSARIES = {
     1: {"eager": True, "delays": {"tma": 10_000}},
     2: {"eager": False, "delays": {"mma": 10_000}},
@@ -240,8 +228,8 @@ ADVERSARIES = {
 }  # seed -> settings of the engine (`hopper.session.Session.settings`); delays in nanoseconds
 
 
-def adversary_skip_reason(stage: Stage) -> str | None:
-    """Why the stage cannot be executed under adversaries here, or None."""
+def adversary_skip_reason(stage: KernelSource) -> str | None:
+    """Why a stage or part cannot be executed under adversaries here, or None."""
     reason = gpu_skip_reason(stage)
     if reason:
         return reason
@@ -259,7 +247,7 @@ def check_adversary(stage: Stage, seed: int) -> None:
     engine.settings(seed=seed, **ADVERSARIES[seed])
     try:
         with execution("rewritten"):
-            for case in cases(stage, GPU_SIZES):
+            for case in gpu_cases(stage):
                 check_gpu_case(stage, case)
     finally:
         engine.settings()
@@ -280,39 +268,41 @@ class Executed:
     a1_edges: tuple[tuple[str, str], ...]
 
 
-def log_problems(stage: Stage, dtype: str, head_dim: int) -> dict[str, inputs.Problem]:
+def log_problems(stage: KernelSource, dtype: str, head_dim: int) -> dict[str, inputs.Problem]:
     """What is executed with the log: the problems of mutation, and a grid in all directions."""
-    query_tiles = getattr(stage.config, "Q_TILES", 1)
-    rows, unit = query_tiles * stage.config.TILE_M, stage.config.ENVELOPE.seqlen_multiple
+    (tiles, tile), unit = cta_tiles(stage, head_dim), stage.config.ENVELOPE.seqlen_multiple
     found = mutation.stage_problems(stage, head_dim, "cuda", dtype)
     del found["ascending_max"]  # the steps do not depend on values
-    grid = Case("gaussian", dtype, head_dim, rows + stage.config.TILE_M, 3 * unit, 2, 2)
-    return found | {"grid": grid.problem("cuda")}
+    owned, visited = (tiles + 1) * tile, 3 * unit
+    lengths = (visited, owned) if stage.kind == "backward" else (owned, visited)
+    shape = Case("gaussian", dtype, head_dim, *lengths, batch=2, heads=2)
+    return found | {"grid": shape.problem("cuda")}
 
 
-def check_executed(stage: Stage, dtype: str, head_dim: int) -> Executed:
+def check_executed(stage: KernelSource, dtype: str, head_dim: int) -> Executed:
     """Each CTA's log has no race, and every warp did what its role does in the model."""
     plan, logs, acts, edges = stage.config.plan(head_dim), [], 0, set()
     for name, problem in log_problems(stage, dtype, head_dim).items():
-        for log, notes, place in _logs_and_notes(stage, problem):
+        notes_of, shape = stage.simulate_problem(problem).notes, grid(stage, problem)
+        for log, notes in zip(executed_logs(stage, problem), notes_of):
             verdict = check_log(log, plan)
-            compared = conform(log, notes, plan, place)
+            compared = conform(log, notes, plan, shape.place(log.cta))
             wrong = [*verdict.errors, *compared.differences]
             assert not wrong, f"{name}, CTA {log.cta}: {len(wrong)} findings; {wrong[0]}"
             edges |= {(a.removeprefix("mma "), b.removeprefix("mma ")) for a, b in verdict.a1_edges}
             acts += compared.acts
             logs.append(verdict)
-    listed = listed_a1_edges(stage)
+    listed = listed_a1_edges(stage, head_dim)
     assert edges == listed, f"only A1 orders {sorted(edges)}, the page lists {sorted(listed)}"
     sizes = sum(row.events for row in logs), sum(row.size for row in logs)
     return Executed(len(logs), *sizes, acts, tuple(sorted(edges)))
 
 
-def executed_logs(stage: Stage, problem: inputs.Problem) -> list[Log]:
+def executed_logs(stage: KernelSource, problem: inputs.Problem) -> list[Log]:
     """Execute a problem with the log, and check nothing of it; the logs of all CTAs in order."""
     from .hopper.run import session
 
-    _, ctas = _grid(stage, problem)
+    ctas = grid(stage, problem).ctas
     engine = session(torch.cuda.current_device())
     engine.settings(log_clusters=ctas, log_units=LOG_UNITS)
     try:
@@ -323,22 +313,3 @@ def executed_logs(stage: Stage, problem: inputs.Problem) -> list[Log]:
         engine.settings()
     assert len(logs) == ctas, f"{len(logs)} of {ctas} CTAs have a log"
     return logs
-
-
-def _grid(stage: Stage, problem: inputs.Problem) -> tuple[int, int]:
-    """(blocks of query rows, CTAs) of a launch."""
-    batch, seqlen_q, heads, _ = problem.q.shape
-    blocks = math.ceil(seqlen_q / (stage.config.TILE_M * getattr(stage.config, "Q_TILES", 1)))
-    return blocks, blocks * heads * batch
-
-
-def _logs_and_notes(stage: Stage, problem: inputs.Problem):
-    """(log, the model's notes, (m_block, head, batch)) of each CTA of a problem."""
-    blocks, _ = _grid(stage, problem)
-    heads = problem.q.shape[2]
-    logs = executed_logs(stage, problem)
-    tensors = [x.cpu() for x in (problem.q, problem.k, problem.v)]
-    run = stage.simulate(*tensors, softmax_scale=problem.softmax_scale)
-    for log, notes in zip(logs, run.notes):
-        place = log.cta % blocks, log.cta // blocks % heads, log.cta // blocks // heads
-        yield log, notes, place

@@ -14,12 +14,13 @@ from rich.console import Console
 from . import inputs, roofline, timeline
 from .envelope import check
 from .model import MACHINES, Machine, Run
-from .stage import Stage
+from .stage import KernelSource
 
 FIRST_CAUSAL = 8  # the stage that brings masks
-SIMULATED_ROWS = 512  # query rows given to the model: one CTA (or pair) of them is simulated
+SIMULATED_ROWS = 512  # given to the model, query rows or a backward's keys: one CTA (or pair)
 SMALL_KEYS = 128  # queries and keys of a page's picture
 SIMULATED_KEYS = 1024  # more key tiles of the steady state teach nothing new
+PRODUCTS = {"attention": 2, "backward": 5}  # matrix products of a tile
 
 
 def machine(name: str, settings: Sequence[str] = ()) -> Machine:
@@ -40,7 +41,7 @@ def machine(name: str, settings: Sequence[str] = ()) -> Machine:
     return MACHINES[name].with_changes(values)
 
 
-def refuse_causal(stage: Stage, causal: bool) -> None:
+def refuse_causal(stage: KernelSource, causal: bool) -> None:
     """ValueError when a causal mask is asked of a stage that has none."""
     if causal and stage.number < FIRST_CAUSAL:
         raise ValueError(
@@ -62,7 +63,7 @@ class Sizes:
 class Report:
     """One CTA of a stage on the SM model, and what it means for a problem; all derived."""
 
-    stage: Stage
+    stage: KernelSource
     sizes: Sizes
     settings: tuple[str, ...]
     simulated: tuple[int, int]  # query rows and keys of the CTA
@@ -75,6 +76,7 @@ class Report:
         """JSON-able."""
         return {
             "stage": self.stage.number,
+            **({"part": self.stage.name} if self.stage.name else {}),
             "machine": self.run.machine.name,
             "settings": list(self.settings),
             "problem": {"batch": 1, **self.sizes.__dict__},
@@ -96,17 +98,20 @@ class Report:
         }
 
 
-def simulate(stage: Stage, on: Machine, sizes: Sizes, settings: Sequence[str] = ()) -> Report:
-    """Run one CTA of `stage` on the SM model and derive the time of the problem of `sizes`.
+def simulate(
+    stage: KernelSource, on: Machine, sizes: Sizes, settings: Sequence[str] = ()
+) -> Report:
+    """Run one CTA of a stage or part on the SM model and derive the time of a problem of `sizes`.
 
-    The CTA sees at most SIMULATED_KEYS keys; more tiles repeat its steady state. Raises ValueError
-    for what the stage does not take.
+    The CTA sees at most SIMULATED_KEYS keys (of a backward: queries); more tiles repeat its steady
+    state. Raises ValueError for what the stage does not take.
     """
     refuse_causal(stage, sizes.causal)
     _check_sizes(stage, sizes)
     rows, keys = min(sizes.seqlen, SIMULATED_ROWS), min(sizes.seqlen, SIMULATED_KEYS)
+    turn = -1 if stage.kind == "backward" else 1  # its CTAs own keys and visit queries
     start = time.perf_counter()
-    run = _one_cta(stage, on, rows, keys, sizes.head_dim)
+    run = _one_cta(stage, on, *(rows, keys)[::turn], sizes.head_dim)
     phases = timeline.phases(run)
     tile_m = math.ceil(rows / run.ctas)
     whole = timeline.problem_time(
@@ -121,12 +126,13 @@ def simulate(stage: Stage, on: Machine, sizes: Sizes, settings: Sequence[str] = 
         head_dim=sizes.head_dim,
         heads=sizes.heads,
         causal=sizes.causal,
+        products=PRODUCTS[stage.kind],
     )
-    seconds = time.perf_counter() - start
-    return Report(stage, sizes, tuple(settings), (tile_m, keys), run, phases, whole, seconds)
+    seconds, simulated = time.perf_counter() - start, (tile_m, keys)[::turn]
+    return Report(stage, sizes, tuple(settings), simulated, run, phases, whole, seconds)
 
 
-def _one_cta(stage: Stage, on: Machine, rows: int, keys: int, head_dim: int) -> Run:
+def _one_cta(stage: KernelSource, on: Machine, rows: int, keys: int, head_dim: int) -> Run:
     given = inputs.make(
         "llm_like",
         batch=1,
@@ -137,16 +143,15 @@ def _one_cta(stage: Stage, on: Machine, rows: int, keys: int, head_dim: int) -> 
         dtype=torch.bfloat16,
         seed=0,
     )
-    q, k, v = given.q, given.k, given.v
-    return stage.simulate(q, k, v, softmax_scale=given.softmax_scale, machine=on, max_ctas=1)
+    return stage.simulate_problem(given, machine=on, max_ctas=1)
 
 
-def small_run(stage: Stage, on: Machine, head_dim: int) -> Run:
+def small_run(stage: KernelSource, on: Machine, head_dim: int) -> Run:
     """One CTA that sees SMALL_KEYS keys, for the pages."""
     return _one_cta(stage, on, SMALL_KEYS, SMALL_KEYS, head_dim)
 
 
-def _check_sizes(stage: Stage, sizes: Sizes) -> None:
+def _check_sizes(stage: KernelSource, sizes: Sizes) -> None:
     """The stage's own checks of the whole problem, on tensors that take no memory."""
     row = torch.zeros(sizes.head_dim, dtype=torch.bfloat16)
     whole = row.expand(1, sizes.seqlen, sizes.heads, sizes.head_dim)

@@ -24,13 +24,14 @@ from . import contract_gpu, mutation
 from .conformance import conform
 from .device_worker import Bench, Outcome, serve
 from .executed import check_log
+from .grid import grid
 from .hopper.record import optional
 from .hopper.run import hopper_kernel
 from .hopper.steps import Step, steps
 from .lint import lint
 from .mutation import Unsound
 from .ptx import read
-from .stage import Stage
+from .stage import KernelSource
 
 KINDS = ("result", "error", "log", "lint")
 FAMILY_COUNTS = ("sites", "timing", "log", "lint", "redundant")
@@ -175,15 +176,15 @@ def sites(ptx: str) -> list[Site]:
 
 
 def mutate(
-    stage: Stage,
+    stage: KernelSource,
     head_dim: int | None = None,
     progress: Callable[[Sequence[Site]], Iterable[Site]] = iter,
     workers: int = WORKERS,
 ) -> Report:
-    """Leave out every site of a stage's kernel in turn. `progress` is given the sites, and yields.
+    """Leave out every site of the kernel of a stage or part in turn.
 
-    Raises RuntimeError on a machine that cannot execute the stage rewritten, and Unsound when
-    something is wrong with everything in place.
+    `progress` is given the sites, and yields. Raises RuntimeError on a machine that cannot execute
+    it rewritten, and Unsound when something is wrong with everything in place.
     """
     head_dim = mutation.check_head_dim(stage, head_dim)
     missing = contract_gpu.adversary_skip_reason(stage)
@@ -191,7 +192,7 @@ def mutate(
         raise RuntimeError(f"cannot mutate the kernel of stage {stage.tag}: {missing}")
     start = time.perf_counter()
     named = named_sites(stage, head_dim)
-    outcomes = _outcomes(stage.number, head_dim, [site.line for site in named], workers)
+    outcomes = _outcomes(stage, head_dim, [site.line for site in named], workers)
     found = {}
     for _ in progress(named):
         outcome = next(outcomes)
@@ -208,7 +209,7 @@ def mutate(
     return Report(name, verdicts, time.perf_counter() - start, tuple(wrong))
 
 
-def _verdict(stage: Stage, site: Site, outcome: Outcome, ptx: str) -> Verdict:
+def _verdict(stage: KernelSource, site: Site, outcome: Outcome, ptx: str) -> Verdict:
     by, detail = outcome.by, outcome.detail
     findings = lint(without(ptx, site.line))
     if findings:
@@ -223,7 +224,7 @@ def without(ptx: str, line: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def explanation(stage: Stage, site: Site) -> str:
+def explanation(stage: KernelSource, site: Site) -> str:
     """Why leaving a site out is no fault: the reasons of its twins in the model, or its own.
 
     Its own, for what only compiled code has, is in `REDUNDANT_COMPILED` of the stage's model.py.
@@ -234,27 +235,24 @@ def explanation(stage: Stage, site: Site) -> str:
     return mutation.reason(_compiled_reasons(stage), (site.name,))
 
 
-def _compiled_reasons(stage: Stage) -> dict[str, str]:
+def _compiled_reasons(stage: KernelSource) -> dict[str, str]:
     return getattr(stage.model, "REDUNDANT_COMPILED", {})
 
 
 # ---- which is which ------------------------------------------------------------------------
 
 
-def named_sites(stage: Stage, head_dim: int) -> list[Site]:
+def named_sites(stage: KernelSource, head_dim: int) -> list[Site]:
     """The sites, named and paired with those of the model by running both. Needs the GPU."""
     bench, subject = Bench(stage, head_dim), mutation.stage_subject(stage, head_dim)
     model = mutation.sites_of(subject)
     reached: dict[int, dict[str, None]] = {}
     twins: dict[int, set[tuple[str, str, str]]] = {}
     for name, problem in bench.problems.items():
-        run = stage.simulate(
-            *(x.cpu() for x in (problem.q, problem.k, problem.v)),
-            softmax_scale=problem.softmax_scale,
-        )
+        run, place = stage.simulate_problem(problem), grid(stage, problem).place(0)
         for log in bench.run(problem, log=True)[1]:
             errors = check_log(log, bench.plan).errors
-            compared = conform(log, run.notes[0], bench.plan, (0, 0, 0))
+            compared = conform(log, run.notes[0], bench.plan, place)
             if errors or not compared.exact:
                 raise Unsound(f"{name}: {(*errors, *compared.differences)[0]}")
             for step in steps(log, bench.plan):
@@ -273,7 +271,7 @@ def named_sites(stage: Stage, head_dim: int) -> list[Site]:
     ]
 
 
-def logged_ptx(stage: Stage, head_dim: int) -> str:
+def logged_ptx(stage: KernelSource, head_dim: int) -> str:
     """The sm_100a PTX of the kernel that is mutated. Needs the GPU."""
     device = torch.device("cuda", torch.cuda.current_device())
     dtype = stage.config.ENVELOPE.dtypes[0]
@@ -297,13 +295,15 @@ def site_name(step: Step) -> str:
 # ---- workers -------------------------------------------------------------------------------
 
 
-def _outcomes(stage: int, head_dim: int, lines: Sequence[int], workers: int) -> Iterator[Outcome]:
+def _outcomes(
+    stage: KernelSource, head_dim: int, lines: Sequence[int], workers: int
+) -> Iterator[Outcome]:
     """Outcomes as they come, from worker processes that are replaced when a fault ended one."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     done: queue.SimpleQueue[Outcome | Exception] = queue.SimpleQueue()
     for line in lines:
         waiting.put(line)
-    work = functools.partial(_work, stage, head_dim, waiting, done)
+    work = functools.partial(_work, (stage.number, stage.name, head_dim), waiting, done)
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(workers, len(lines)))]
     for thread in threads:
         thread.start()
@@ -314,8 +314,8 @@ def _outcomes(stage: int, head_dim: int, lines: Sequence[int], workers: int) -> 
         yield outcome
 
 
-def _work(stage: int, head_dim: int, waiting: queue.SimpleQueue, done: queue.SimpleQueue) -> None:
-    """Keep one process busy until no line is left."""
+def _work(what: tuple[int, str, int], waiting: queue.SimpleQueue, done: queue.SimpleQueue) -> None:
+    """Keep one process, which `serve` starts with `what`, busy until no line is left."""
     context = multiprocessing.get_context("spawn")
     process = pipe = None
     try:
@@ -323,7 +323,7 @@ def _work(stage: int, head_dim: int, waiting: queue.SimpleQueue, done: queue.Sim
             line = waiting.get_nowait()
             if process is None:
                 pipe, theirs = context.Pipe()
-                process = context.Process(target=serve, args=(stage, head_dim, theirs), daemon=True)
+                process = context.Process(target=serve, args=(*what, theirs), daemon=True)
                 process.start()
                 theirs.close()
             pipe.send(line)

@@ -17,7 +17,7 @@ from .hopper.log import decode
 from .hopper.run import session
 from .inputs import Problem
 from .launch import execution
-from .stage import Stage
+from .stage import KernelSource
 
 TIMEOUT_MS = 3000  # of a wait: kernels of several processes take turns
 
@@ -36,15 +36,15 @@ class Outcome:
 
 
 class Bench:
-    """A stage's logged kernel, its problems on the GPU and what it gives when nothing is amiss."""
+    """A logged kernel, its problems on the GPU and what it gives when nothing is amiss."""
 
-    def __init__(self, stage: Stage, head_dim: int):
+    def __init__(self, stage: KernelSource, head_dim: int):
         self.stage, self.plan = stage, stage.config.plan(head_dim)
         self.problems = mutation.stage_problems(stage, head_dim, "cuda")
         self.right = {name: self.run(problem)[0] for name, problem in self.problems.items()}
 
     def run(self, problem: Problem, skip: int = 0, seed: int = 0, log: bool = False):
-        """((out, lse), logs) of one launch; `seed` of an adversary, 0 for none."""
+        """(outputs, logs) of one launch; `seed` of an adversary, 0 for none."""
         engine = session(torch.cuda.current_device())
         engine.settings(
             timeout_ms=TIMEOUT_MS,
@@ -95,11 +95,16 @@ class Bench:
             by.setdefault("result", f"{name}: the outputs differ ({under})")
 
 
-def serve(stage: int, head_dim: int, pipe: multiprocessing.connection.Connection) -> None:
-    """Answer each line that comes through `pipe` with an Outcome; end after a fault, or at None."""
+def serve(
+    stage: int, part: str, head_dim: int, pipe: multiprocessing.connection.Connection
+) -> None:
+    """Answer each line that comes through `pipe` with an Outcome; end after a fault, or at None.
+
+    part: of the stage, "" for the stage itself.
+    """
     from .. import load
 
-    bench = Bench(load(stage), head_dim)
+    bench = Bench(load(stage).part(part), head_dim)
     while (line := pipe.recv()) is not None:
         outcome = bench.attempt(line)
         pipe.send(outcome)

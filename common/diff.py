@@ -121,6 +121,11 @@ def _read(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
+def _tag(folder: Path) -> str:
+    """How the folder of a stage, or of a part in one, is called below stages/."""
+    return folder.name if folder.name.isdigit() else f"{folder.parent.name}/{folder.name}"
+
+
 def diff_file(a: Path, b: Path, name: str, context: int = 3) -> FileDiff:
     """How file `name` differs between the stage folders `a` and `b`.
 
@@ -129,13 +134,13 @@ def diff_file(a: Path, b: Path, name: str, context: int = 3) -> FileDiff:
     paths = (a / name, b / name)
     exists = [path.is_file() for path in paths]
     if not any(exists):
-        raise FileNotFoundError(f"{name} is neither in stages/{a.name} nor in stages/{b.name}")
+        raise FileNotFoundError(f"{name} is neither in stages/{_tag(a)} nor in stages/{_tag(b)}")
     old, new = (_read(path) for path in paths)
     matcher = SequenceMatcher(None, old, new, autojunk=False)
     hunks = tuple(_hunk(old, new, group) for group in matcher.get_grouped_opcodes(context))
     shown = [
-        f"stages/{path.parent.name}/{name}" if there else "/dev/null"
-        for path, there in zip(paths, exists)
+        f"stages/{_tag(folder)}/{name}" if there else "/dev/null"
+        for folder, there in zip((a, b), exists)
     ]
     states = {(True, True): "changed" if hunks else "same", (False, True): "new"}
     return FileDiff(

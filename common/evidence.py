@@ -14,7 +14,7 @@ from typing import Any
 
 from .compile import compile_stage, versions
 from .ptx import ptx_hash
-from .stage import Stage
+from .stage import KernelSource, Stage
 
 SCHEMA = 1
 RUN_FIELDS = {
@@ -31,7 +31,7 @@ RUN_FIELDS = {
     "notes": str,
 }
 KERNEL_FIELDS = {
-    "key": str,  # CompileKey.name
+    "key": str,  # CompileKey.name; of a part its name is in the field "part" as well
     "dtype": str,
     "head_dim": int,
     "ptx_sha256": str,  # common.ptx.ptx_hash of the PTX that ran
@@ -84,6 +84,8 @@ def validate(evidence: dict[str, Any], stage: Stage) -> None:
         for index, kernel in enumerate(run["kernels"]):
             _object(kernel, f"run {number}, kernel {index}")
             _fields(kernel, KERNEL_FIELDS, f"run {number}, kernel {kernel.get('key')}")
+            if kernel.get("part", "") not in ("", *stage.parts):
+                raise EvidenceError(f"run {number}: {kernel['key']} is of no part of the stage")
             _validate_log(kernel, f"run {number}, log of {kernel['key']}")
         if "mutation" in run:
             _fields(run, {"mutation": list}, f"run {number}")
@@ -145,8 +147,9 @@ def stale(stage: Stage, evidence: dict[str, Any] | None = None) -> list[str]:
             reasons.append(f"{run['date']}: ran with DSL {run['dsl']}, installed is {installed}")
             continue
         for kernel in run["kernels"]:
+            source = stage.part(kernel.get("part", ""))
             now = compile_stage(
-                stage, arch=run["target"], dtype=kernel["dtype"], head_dim=kernel["head_dim"]
+                source, arch=run["target"], dtype=kernel["dtype"], head_dim=kernel["head_dim"]
             )
             if ptx_hash(now.ptx) != kernel["ptx_sha256"]:
                 reasons.append(
@@ -155,7 +158,9 @@ def stale(stage: Stage, evidence: dict[str, Any] | None = None) -> list[str]:
                 )
             if kernel["failed"]:
                 reasons.append(f"{kernel['key']}: {kernel['failed']} cases failed on {run['gpu']}")
-        reasons += [f"{run['date']}: {text}" for text in unlogged(stage, run)]
+        ran = {kernel.get("part", "") for kernel in run["kernels"]}
+        missing = [f"no kernel of {part} ran" for part in stage.parts if part not in ran]
+        reasons += [f"{run['date']}: {text}" for text in missing + unlogged(stage, run)]
         failed = run["tests"]["failed"] - sum(kernel["failed"] for kernel in run["kernels"])
         if failed > 0:
             reasons.append(f"{run['date']}: {failed} checks failed on {run['gpu']}")
@@ -163,27 +168,37 @@ def stale(stage: Stage, evidence: dict[str, Any] | None = None) -> list[str]:
 
 
 def unlogged(stage: Stage, run: dict[str, Any]) -> list[str]:
-    """What a rewritten run of a stage with tensor memory lacks: clean logs, explained mutants."""
-    uses = any(stage.config.plan(head_dim).tmem for head_dim in stage.config.ENVELOPE.head_dims)
-    if run["mode"] != "rewritten" or not uses:
+    """What a rewritten run of kernels with tensor memory lacks: clean logs, explained mutants."""
+    if run["mode"] != "rewritten":
         return []
-    from .contract import listed_a1_edges
-
-    found, listed = [], sorted(map(list, listed_a1_edges(stage)))
-    for kernel in run["kernels"]:
-        log = kernel.get("log", {})
-        if not (log.get("clean") and log.get("conforms")):
-            found.append(f"{kernel['key']} has no clean log that conforms to the model")
-        elif sorted(log["a1_edges"]) != listed:
-            found.append(f"{kernel['key']}: its A1 edges are not those that the page lists")
-    mutations = run.get("mutation", [])
-    if not mutations:
-        found.append("its kernel was not mutated (`flash-ladder mutate N --device`)")
+    found: list[str] = []
+    for source in stage.kernels:
+        kernels = [row for row in run["kernels"] if row.get("part", "") == source.name]
+        head_dims = source.config.ENVELOPE.head_dims
+        if kernels and any(source.config.plan(head_dim).tmem for head_dim in head_dims):
+            found += _unlogged(source, kernels, run.get("mutation", []))
     return found + [
         f"{row['counts']['unexplained']} mutants of {row['kernel']} survived unexplained"
-        for row in mutations
+        for row in run.get("mutation", [])
         if row["counts"]["unexplained"]
     ]
+
+
+def _unlogged(source: KernelSource, kernels: list[dict], mutations: list[dict]) -> list[str]:
+    """The same of one stage or part with tensor memory, whose kernels ran."""
+    from .contract import listed_a1_edges
+
+    found = []
+    for kernel in kernels:
+        log, listed = kernel.get("log", {}), listed_a1_edges(source, kernel["head_dim"])
+        if not (log.get("clean") and log.get("conforms")):
+            found.append(f"{kernel['key']} has no clean log that conforms to the model")
+        elif sorted(log["a1_edges"]) != sorted(map(list, listed)):
+            found.append(f"{kernel['key']}: its A1 edges are not those that the page lists")
+    if not {row["kernel"] for row in mutations} & {kernel["key"] for kernel in kernels}:
+        option = f" --part {source.name}" if source.name else ""
+        found.append(f"its kernel was not mutated (`flash-ladder mutate N{option} --device`)")
+    return found
 
 
 def rewritten_run(

@@ -24,16 +24,17 @@ from pymdownx.superfences import SuperFencesException
 from .diff import diff_file
 from .figures import FIGURES
 from .plan import Arrival, Barrier, Plan
+from .stage import KernelSource
 
 ROOTS = {"stages": Path(flash_ladder.__file__).parent, "common": Path(__file__).parent}
 DIFF_LINES = 60  # a longer diff shows its first hunks and the command for the rest
 ATTRIBUTES = {  # fence: required and optional attributes
     "stage-diff": (("a", "b", "file"), ("context",)),
     "code": (("address",), ()),
-    "config-table": (("stage", "head_dim", "table"), ()),
-    "roles": (("stage", "head_dim"), ()),
+    "config-table": (("stage", "head_dim", "table"), ("part",)),
+    "roles": (("stage", "head_dim"), ("part",)),
     "results": (("stage",), ()),
-    "timeline": (("stage", "head_dim"), ("machine",)),
+    "timeline": (("stage", "head_dim"), ("machine", "part")),
     "figure": (("file",), ()),
     "ladder": ((), ()),
 }
@@ -84,12 +85,17 @@ def stage_folder(number: int) -> Path:
     return ROOTS["stages"] / f"{number:02d}"
 
 
-def stage_config(number: int) -> ModuleType:
-    """`config.py` of a stage; importing it leaves no bytecode beside the sources."""
+def stage_source(number: int, part: str = "") -> KernelSource:
+    """A stage or a part of it; its modules leave no bytecode beside the sources."""
     try:
-        return flash_ladder.load(number).config
+        return flash_ladder.load(number).part(part)
     except ValueError as error:
         raise FenceError(f"nothing to show of stage {number:02d}: {error}") from error
+
+
+def stage_config(number: int) -> ModuleType:
+    """`config.py` of a stage."""
+    return stage_source(number).config
 
 
 def _table(headings: list[str], rows: list[list[str]], caption: str) -> str:
@@ -109,15 +115,24 @@ def _code(text: str) -> str:
 # --- stage-diff ---------------------------------------------------------------------------------
 
 
-def _one_diff(a: int, b: int, name: str, context: int) -> str:
+def _diffed(options: dict[str, str], side: str) -> tuple[str, Path]:
+    """(tag, folder) of one side of a diff, a stage or a part of one: "06", "07/backward_1cta"."""
+    text, slash, part = options[side].partition("/")
+    number = _number(text, side)
+    folder = stage_source(number, part).folder if slash else stage_folder(number)
+    return f"{number:02d}{slash}{part}", folder
+
+
+def _one_diff(sides: list[tuple[str, Path]], name: str, context: int) -> str:
+    (a, folder_a), (b, folder_b) = sides
     try:
-        diff = diff_file(stage_folder(a), stage_folder(b), name, context)
+        diff = diff_file(folder_a, folder_b, name, context)
     except FileNotFoundError as error:
         raise FenceError(f"fence stage-diff: {error}") from error
     if diff.state == "same":
-        return f"<p>{_code(name)} is the same in stages {a:02d} and {b:02d}.</p>"
+        return f"<p>{_code(name)} is the same in stages {a} and {b}.</p>"
     notes = {"changed": "", "new": " · new file", "gone": " · removed"}
-    caption = f"{html.escape(name)} · stage {a:02d} → {b:02d}{notes[diff.state]}"
+    caption = f"{html.escape(name)} · stage {a} → {b}{notes[diff.state]}"
     lines = diff.first_lines(DIFF_LINES)
     shown = highlight("\n".join(lines), DiffLexer(stripnl=False), HtmlFormatter())
     rest = len(diff.lines) - len(lines)
@@ -127,12 +142,12 @@ def _one_diff(a: int, b: int, name: str, context: int) -> str:
 
 def stage_diff(source, language, css_class, options, md, **kwargs) -> str:
     """Fence `stage-diff a= b= file= [context=]`: what changes in the named files."""
-    a, b = _number(options["a"], "a"), _number(options["b"], "b")
+    sides = [_diffed(options, side) for side in ("a", "b")]
     context = options.get("context", "3")
     if not context.isdigit():
         raise FenceError(f'fence stage-diff: context="{context}" is not a number of lines')
     names = options["file"].replace(",", " ").split()
-    diffs = "\n".join(_one_diff(a, b, name, int(context)) for name in names)
+    diffs = "\n".join(_one_diff(sides, name, int(context)) for name in names)
     return f'<div class="fl-diff">\n{diffs}\n</div>'
 
 
@@ -196,12 +211,12 @@ def code(source, language, css_class, options, md, **kwargs) -> str:
 # --- config-table and roles ---------------------------------------------------------------------
 
 
-def _plan(options: dict[str, str]) -> tuple[int, int, Plan]:
-    number, head_dim = _number(options["stage"]), options["head_dim"]
-    allowed = stage_config(number).ENVELOPE.head_dims
+def _plan(options: dict[str, str]) -> tuple[KernelSource, int, Plan]:
+    source = stage_source(_number(options["stage"]), options.get("part", ""))
+    allowed, head_dim = source.config.ENVELOPE.head_dims, options["head_dim"]
     if head_dim not in {str(size) for size in allowed}:
-        raise FenceError(f'head_dim="{head_dim}" is outside stage {number:02d}: {list(allowed)}')
-    return number, int(head_dim), stage_config(number).plan(int(head_dim))
+        raise FenceError(f'head_dim="{head_dim}" is outside stage {source.tag}: {list(allowed)}')
+    return source, int(head_dim), source.config.plan(int(head_dim))
 
 
 def _warps(warps: range) -> str:
@@ -312,15 +327,15 @@ EMPTY = {
 
 
 def config_table(source, language, css_class, options, md, **kwargs) -> str:
-    """Fence `config-table stage= head_dim= table=`: one table of the stage's config.py."""
-    number, head_dim, plan = _plan(options)
+    """Fence `config-table stage= head_dim= table= [part=]`: one table of a config.py."""
+    kernel, head_dim, plan = _plan(options)
     table = options["table"]
     if table not in TABLES:
         raise FenceError(f'fence config-table: table="{table}" is not one of {sorted(TABLES)}')
-    headings, rows = TABLES[table](stage_config(number), plan, head_dim)
+    headings, rows = TABLES[table](kernel.config, plan, head_dim)
     if not rows:
-        return f"<p>Stage {number:02d} {EMPTY[table]} (head dim {head_dim}).</p>"
-    detail = f"stages/{number:02d}/config.py, head dim {head_dim}"
+        return f"<p>Stage {kernel.tag} {EMPTY[table]} (head dim {head_dim}).</p>"
+    detail = f"stages/{kernel.tag}/config.py, head dim {head_dim}"
     if table == "declared":
         detail += "; the tests compare it with the compiled code"
     return _table(headings, rows, f"{table} · head dim {head_dim} {mark('D', detail)}")
@@ -337,7 +352,7 @@ def _edges(barriers: tuple[Barrier, ...]) -> dict[tuple[str, str], list[str]]:
 
 
 def roles(source, language, css_class, options, md, **kwargs) -> str:
-    """Fence `roles stage= head_dim=`: who signals whom, as a mermaid graph."""
+    """Fence `roles stage= head_dim= [part=]`: who signals whom, as a mermaid graph."""
     _, _, plan = _plan(options)
     lines = ["flowchart LR"]
     for role in plan.roles:
@@ -497,18 +512,18 @@ def results(source, language, css_class, options, md, **kwargs) -> str:
 
 
 def timeline(source, language, css_class, options, md, **kwargs) -> str:
-    """Fence `timeline stage= head_dim= [machine=]`: one CTA of a small problem on the SM model."""
+    """Fence `timeline stage= head_dim= [machine= part=]`: one CTA of a small problem, SM model."""
     from . import derived
     from . import timeline as drawing
 
-    number, head_dim, _ = _plan(options)
+    kernel, head_dim, _ = _plan(options)
     try:
         machine = derived.machine(options.get("machine", "B200"))
     except ValueError as error:
         raise FenceError(f"fence timeline: {error}") from error
-    run = derived.small_run(flash_ladder.load(number), machine, head_dim)
+    run = derived.small_run(kernel, machine, head_dim)
     picture = drawing.svg(run, background=False)
-    detail = f"SM model of stage {number:02d}, one CTA alone on its SM; figures of {machine.name}, "
+    detail = f"SM model of stage {kernel.tag}, one CTA alone on its SM; figures of {machine.name}, "
     detail += "with their sources, in common/model/machine.py"
     caption = f"one CTA, {derived.SMALL_KEYS} keys, head dim {head_dim}: cycles by role and engine"
     caption = f'<p class="fl-caption">{caption} {mark("D", detail)}</p>'

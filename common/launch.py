@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a stage's kernel on the tensors' GPU. Runs: host."""
+"""Running the kernels of a stage on the tensors' GPU. Runs: host."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .compile import CompiledKernel, compile_stage
-from .envelope import ALIGN_BYTES, Problem, check
-from .stage import Stage
+from .envelope import ALIGN_BYTES, Problem
+from .stage import KernelSource, Stage
 
 if TYPE_CHECKING:
     from .hopper.run import HopperKernel
@@ -37,20 +37,19 @@ def native_arch(device: torch.device) -> str | None:
     return ARCH_OF.get(torch.cuda.get_device_capability(device))
 
 
-def attention(stage: Stage, q, k, v, *, softmax_scale=None, return_lse=False):
-    """See `Stage.attention`."""
-    problem = check(stage, q, k, v, softmax_scale)
+def forward(stage: Stage, problem: Problem, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of checked tensors, by the stage's kernel; no gradients. See `Stage.attention`."""
     kernel = kernel_for(stage, problem, q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(
         (problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32, device=q.device
     )
     launch(kernel, problem, q, k, v, out, lse)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
-def modes(stage: Stage, device: torch.device) -> list[str]:
-    """How the stage can run on a CUDA device, the usual way first; empty when it cannot.
+def modes(stage: KernelSource, device: torch.device) -> list[str]:
+    """How a stage or part can run on a CUDA device, the usual way first; empty when it cannot.
 
     "native": compiled for the device. "rewritten": sm_100a code executed on Hopper by
     `common.hopper`, right and slow.
@@ -63,10 +62,11 @@ def modes(stage: Stage, device: torch.device) -> list[str]:
 
 
 @contextlib.contextmanager
-def execution(mode: str, log: bool = False) -> Iterator[None]:
-    """While open, kernels run in `mode`, also where another would be the usual way.
+def execution(mode: str | None, log: bool = False) -> Iterator[None]:
+    """While open, kernels run in `mode`, also where another would be the usual way (None: there).
 
-    log: rewritten kernels are those with the executed log.
+    log: rewritten kernels are those with the executed log. Holds in this thread; autograd has
+    threads of its own, see `current_execution`.
     """
     mode_token, log_token = _MODE.set(mode), _LOG.set(log)
     try:
@@ -76,8 +76,13 @@ def execution(mode: str, log: bool = False) -> Iterator[None]:
         _LOG.reset(log_token)
 
 
+def current_execution() -> tuple[str | None, bool]:
+    """The arguments of the `execution` that is open in this thread; (None, False) without one."""
+    return _MODE.get(), _LOG.get()
+
+
 def kernel_for(
-    stage: Stage, problem: Problem, device: torch.device
+    stage: KernelSource, problem: Problem, device: torch.device
 ) -> CompiledKernel | HopperKernel:
     """The kernel for this problem on this device; ValueError when it cannot run there."""
     possible = modes(stage, device)
@@ -91,13 +96,13 @@ def kernel_for(
         )
     log = mode == "rewritten" and _LOG.get()
     arch = native_arch(device)
-    key = (stage.number, mode, log, arch, problem.dtype, problem.head_dim, device.index)
+    key = (stage.tag, mode, log, arch, problem.dtype, problem.head_dim, device.index)
     if key not in _KERNELS:
         _KERNELS[key] = _find_kernel(stage, mode, log, problem, device)
     return _KERNELS[key]
 
 
-def _find_kernel(stage: Stage, mode: str, log: bool, problem: Problem, device: torch.device):
+def _find_kernel(stage: KernelSource, mode: str, log: bool, problem: Problem, device: torch.device):
     """Compile, or read from disk; milliseconds at best, so `kernel_for` keeps the result."""
     if mode == "rewritten":
         from .hopper.run import hopper_kernel
@@ -108,14 +113,24 @@ def _find_kernel(stage: Stage, mode: str, log: bool, problem: Problem, device: t
 
 
 def launch(kernel: CompiledKernel | HopperKernel, problem: Problem, q, k, v, out, lse) -> None:
-    """Start the kernel on the current stream of q's device, writing `out` and `lse`."""
-    scale_log2 = problem.softmax_scale * math.log2(math.e)
-    with torch.cuda.device(q.device), torch.no_grad():
-        kernel.function(*(_aligned(x.detach()) for x in (q, k, v, out)), lse, scale_log2)
+    """Start a forward kernel on the current stream of q's device, writing `out` and `lse`."""
+    start(kernel, q, k, v, out, lse, problem.softmax_scale * math.log2(math.e))
+
+
+def start(kernel: CompiledKernel | HopperKernel, *arguments) -> None:
+    """Start a kernel on the current stream of the device of its first argument, a tensor."""
+    given = [_aligned(x.detach()) if isinstance(x, torch.Tensor) else x for x in arguments]
+    with torch.cuda.device(given[0].device), torch.no_grad():
+        kernel.function(*given)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements; strides of axes of size 1, which address nothing, become aligned."""
+    """The same elements of q, k, v or their like (b, s, h, d), 16-bit or float32.
+
+    Strides of axes of size 1, which address nothing, become aligned.
+    """
+    if tensor.dim() != 4:
+        return tensor
     step = ALIGN_BYTES // tensor.element_size()
     strides = [
         stride if size > 1 or stride % step == 0 else 0

@@ -29,9 +29,10 @@ from textwrap import shorten
 import torch
 
 from . import inputs
+from .grid import cta_tiles
 from .model import BarrierFault, Budget, Deadlock, ModelFault, TooManyEvents, observe
 from .ordering import Ordering, OrderingError
-from .stage import Stage
+from .stage import KernelSource
 
 # What may catch a deletion, in the order in which one of them is named.
 CATCHES = (
@@ -224,12 +225,14 @@ def sites_of(subject: Subject) -> list[Site]:
     return _sites(_Sound(subject.name, name, run) for name, run in subject.problems.items())
 
 
-def stage_subject(stage: Stage, head_dim: int | None = None) -> Subject:
-    """A stage's model on one CTA; head_dim: the envelope's last when None.
+def stage_subject(stage: KernelSource, head_dim: int | None = None) -> Subject:
+    """The model of a stage or part on one CTA; head_dim: the envelope's last when None.
 
     Every ring of slots begins anew `WRAPS` times in the first two problems. The others take what
-    the code may treat by itself: a CTA that lacks its last query tile, and the least keys.
+    the code may treat by itself: a CTA that lacks its last tile, and the least rows to visit.
     """
+    if stage.model is None:
+        raise ValueError(f"{stage!r} has no model: nothing to delete")
     given = stage_problems(stage, head_dim)
     head_dim = next(iter(given.values())).q.shape[-1]
     problems = {name: _runner(stage, problem) for name, problem in given.items()}
@@ -237,7 +240,7 @@ def stage_subject(stage: Stage, head_dim: int | None = None) -> Subject:
     return Subject(f"stage {stage.tag}, head dim {head_dim}", problems, redundant)
 
 
-def check_head_dim(stage: Stage, head_dim: int | None) -> int:
+def check_head_dim(stage: KernelSource, head_dim: int | None) -> int:
     """`head_dim`, or the envelope's last when None; ValueError for one that it does not have."""
     allowed = stage.config.ENVELOPE.head_dims
     if head_dim is not None and head_dim not in allowed:
@@ -247,43 +250,46 @@ def check_head_dim(stage: Stage, head_dim: int | None) -> int:
 
 
 def stage_problems(
-    stage: Stage, head_dim: int | None = None, device: str = "cpu", dtype: str | None = None
+    stage: KernelSource,
+    head_dim: int | None = None,
+    device: str = "cpu",
+    dtype: str | None = None,
 ) -> dict[str, inputs.Problem]:
-    """The inputs that a stage's mutants are tried on, of one CTA each; see `stage_subject`.
+    """The inputs that mutants are tried on, of one CTA each; see `stage_subject`.
 
-    dtype: the envelope's first when None.
+    A CTA of a forward owns queries and visits keys, one of a backward the other way round. dtype:
+    the envelope's first when None.
     """
     envelope, head_dim = stage.config.ENVELOPE, check_head_dim(stage, head_dim)
-    plan, tile_n = stage.config.plan(head_dim), stage.config.TILE_N[head_dim]
-    tiles = 1 + WRAPS * max((row.stages for row in plan.barriers), default=1)
-    unit, tile_m = envelope.seqlen_multiple, stage.config.TILE_M
-    query_tiles = getattr(stage.config, "Q_TILES", 1)
-    keys, rows = math.ceil(tiles * tile_n / unit) * unit, query_tiles * tile_m
-    sizes = {"gaussian": (rows, keys), "ascending_max": (rows, keys)}
-    if query_tiles > 1:  # with a key tile less: a loop unrolled by two has something left over
-        sizes["odd query tile"] = (rows - tile_m, keys - unit)
-    sizes["least keys"] = (rows, unit)
+    turns = 1 + WRAPS * max((row.stages for row in stage.config.plan(head_dim).barriers), default=1)
+    owned_tiles, owned_tile = cta_tiles(stage, head_dim)
+    backward, unit = stage.kind == "backward", envelope.seqlen_multiple
+    visited_tile = stage.config.TILE if backward else stage.config.TILE_N[head_dim]
+    visited, owned = math.ceil(turns * visited_tile / unit) * unit, owned_tiles * owned_tile
+    least, odd = ("queries", "key") if backward else ("keys", "query")
+    sizes = {"gaussian": (owned, visited), "ascending_max": (owned, visited)}
+    if owned_tiles > 1:  # with a visit less: a loop unrolled by two has something left over
+        sizes[f"odd {odd} tile"] = (owned - owned_tile, visited - unit)
+    sizes[f"least {least}"] = (owned, unit)
     return {
         name: inputs.make(
             name if name in inputs.GENERATORS else "gaussian",
             batch=1,
-            seqlen_q=rows,
-            seqlen_k=keys,
+            seqlen_q=visited if backward else owned,
+            seqlen_k=owned if backward else visited,
             heads=1,
             head_dim=head_dim,
             dtype=getattr(torch, dtype or envelope.dtypes[0]),
             device=device,
         )
-        for name, (rows, keys) in sizes.items()
+        for name, (owned, visited) in sizes.items()
     }
 
 
-def _runner(stage: Stage, problem: inputs.Problem) -> Problem:
+def _runner(stage: KernelSource, problem: inputs.Problem) -> Problem:
     def run():
-        found = stage.simulate(
-            problem.q, problem.k, problem.v, softmax_scale=problem.softmax_scale, max_ctas=1
-        )
-        return (found.out, found.lse), found.findings
+        found = stage.simulate_problem(problem, max_ctas=1)
+        return [getattr(found, name) for name in stage.RESULTS], found.findings
 
     return run
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage as an object: its modules on demand, its op, its model, its evidence. Runs: host."""
+"""A stage as an object: its modules on demand, its op, its model, its evidence. Runs: host.
+
+The kernel of a stage is its forward pass. Further kernels are *parts*, each in a sub-folder with
+the file names of a stage; `Stage` and `Part` give tools the same interface.
+"""
 
 from __future__ import annotations
 
@@ -16,47 +20,140 @@ STAGES_FOLDER = pathlib.Path(importlib.import_module(PACKAGE).__file__).parent
 _IMPORT_LOCK = threading.Lock()
 
 
-class Stage:
-    """Stage `number` of the ladder. Modules are imported when first asked for.
+class KernelSource:
+    """A folder with the sources of one kernel: what a stage and a part have in common.
 
-    Attributes: number, tag ("01"), folder; `config`, `kernel` (needs the CuTe DSL) and `model`
-    (needs torch) are the stage's modules; `evidence` is its evidence.json as a dict.
+    Attributes: number of the stage; name of the part, "" for the stage itself; tag ("07" or
+    "07/preprocess"); folder; kind: the name of the public `@cute.jit` function in its kernel.py,
+    "attention" for a stage, and for a part its name up to the first underscore (so that
+    backward_1cta and backward_2cta both have `backward`). `config`, `kernel` (needs the CuTe DSL)
+    and `model` (needs torch) are its modules, imported when first asked for.
     """
 
-    def __init__(self, number: int):
-        self.number = number
-        self.tag = f"{number:02d}"
-        self.folder = STAGES_FOLDER / self.tag
+    TENSORS = ("q", "k", "v")  # of an `inputs.Problem`: what `simulate` takes
+    RESULTS = ("out", "lse")  # of a run of the model: what it computes
 
-    def __repr__(self) -> str:
-        return f"<stage {self.tag}: {self.config.NAME}>"
+    def __init__(self, number: int, name: str):
+        self.number, self.name = number, name
+        self.tag = f"{number:02d}/{name}" if name else f"{number:02d}"
+        self.folder = STAGES_FOLDER / self.tag
+        self.kind = name.partition("_")[0] or "attention"
 
     def module(self, name: str) -> ModuleType:
-        """The stage's module `name`; no bytecode is written beside the sources."""
+        """The module `name` of the folder; no bytecode is written beside the sources."""
+        path = ".".join((PACKAGE, *self.tag.split("/"), name))
         with _IMPORT_LOCK:
             before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
             try:
-                return importlib.import_module(f"{PACKAGE}.{self.tag}.{name}")
+                return importlib.import_module(path)
             finally:
                 sys.dont_write_bytecode = before
 
     @functools.cached_property
     def config(self) -> ModuleType:
-        """The stage's `config.py`."""
+        """The folder's `config.py`."""
         return self.module("config")
 
     @functools.cached_property
     def kernel(self) -> ModuleType:
-        """The stage's `kernel.py`; raises `common.compile.DslMissing` without the CuTe DSL."""
+        """The folder's `kernel.py`; raises `common.compile.DslMissing` without the CuTe DSL."""
         from .compile import require_dsl
 
         require_dsl()
         return self.module("kernel")
 
     @functools.cached_property
-    def model(self) -> ModuleType:
-        """The stage's `model.py`."""
-        return self.module("model")
+    def model(self) -> ModuleType | None:
+        """The folder's `model.py`; None for a part without one."""
+        return self.module("model") if (self.folder / "model.py").is_file() else None
+
+    def simulate_problem(self, problem, **options):
+        """`simulate` on the tensors of an `inputs.Problem`, wherever they are."""
+        tensors = [getattr(problem, name).cpu() for name in self.TENSORS]
+        return self.simulate(*tensors, softmax_scale=problem.softmax_scale, **options)
+
+
+class Part(KernelSource):
+    """A further kernel of a stage: `load(7).part("preprocess")`."""
+
+    TENSORS = ("q", "k", "v", "dout")
+    RESULTS = ("dq", "dk", "dv")
+
+    def __repr__(self) -> str:
+        return f"<part {self.tag}: {self.config.NAME}>"
+
+    def simulate(
+        self,
+        q,
+        k,
+        v,
+        dout,
+        *,
+        out=None,
+        lse=None,
+        dlse=None,
+        softmax_scale=None,
+        machine=None,
+        max_ctas=None,
+    ):
+        """The gradients by the model of a backward part: no GPU, no compiled code.
+
+        Args: q, dout (b, sq, h, d), k and v (b, sk, h, d), CPU tensors of one 16-bit dtype; out
+        (b, sq, h, d) and lse (b, h, sq) float32 of the forward, from the float64 oracle, rounded,
+        when not given; dlse (b, h, sq), the gradient of lse, 0 when None; the rest as
+        `Stage.simulate`. Returns what the part's `model.run` does: dq, dk, dv, notes, findings,
+        cta_cycles. Raises TypeError or ValueError for what the part does not take.
+        """
+        from .gradients import simulate
+
+        given = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
+        return simulate(self, given, softmax_scale, machine, max_ctas)
+
+
+class Stage(KernelSource):
+    """Stage `number` of the ladder.
+
+    Its own kernel is the forward pass; `parts` names the further ones, `part(name)` gives them;
+    `evidence` is its evidence.json as a dict.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(number, "")
+
+    def __repr__(self) -> str:
+        return f"<stage {self.tag}: {self.config.NAME}>"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the stage's parts, in the order in which they run: `config.PARTS`."""
+        return getattr(self.config, "PARTS", ())
+
+    def part(self, name: str) -> KernelSource:
+        """The part called `name`, the stage itself for ""; ValueError when there is none."""
+        if not name:
+            return self
+        if name not in self.parts:
+            known = f"its parts are {', '.join(self.parts)}" if self.parts else "it has no parts"
+            raise ValueError(f"stage {self.tag} has no part {name!r}; {known}")
+        return self._parts[name]
+
+    @functools.cached_property
+    def _parts(self) -> dict[str, Part]:
+        return {name: Part(self.number, name) for name in self.parts}
+
+    @property
+    def kernels(self) -> tuple[KernelSource, ...]:
+        """Everything of the stage that is compiled: itself (the forward), then its parts."""
+        return self, *(self.part(name) for name in self.parts)
+
+    @property
+    def backwards(self) -> tuple[Part, ...]:
+        """The parts that compute gradients, each between preprocess and postprocess."""
+        return tuple(part for part in self.kernels if part.kind == "backward")
+
+    def backward(self, head_dim: int) -> Part:
+        """The part that `attention` takes for gradients at `head_dim`: `config.BACKWARD`."""
+        return self.part(self.config.BACKWARD[head_dim])
 
     @property
     def evidence(self) -> dict:
@@ -72,10 +169,12 @@ class Stage:
         Returns: out (b, sq, h, d) in q's dtype, or (out, lse) with lse (b, h, sq) float32, the
         natural log of each row's sum of exponentials. Runs on the current stream of q's device;
         the first call for a dtype and head dim compiles (seconds), later processes find it cached.
+        Where `config.ENVELOPE.differentiable`, out and lse can be differentiated once; see
+        `common.gradients`.
         Raises: TypeError or ValueError before anything runs, naming the rule, what was given and
         which stage lifts it; `common.compile.DslMissing` without the CuTe DSL.
         """
-        from .launch import attention
+        from .gradients import attention
 
         return attention(self, q, k, v, softmax_scale=softmax_scale, return_lse=return_lse)
 
@@ -86,8 +185,11 @@ class Stage:
         `max_ctas` stops after that many CTAs, leaving the other rows NaN. Returns a
         `common.model.Run` with out, lse, the trace and cycles (derived, not measured).
         """
+        import torch
+
         from .envelope import check
         from .model import B200
 
         problem = check(self, q, k, v, softmax_scale, need_cuda=False)
-        return self.model.run(q, k, v, problem.softmax_scale, machine or B200, max_ctas)
+        with torch.no_grad():
+            return self.model.run(q, k, v, problem.softmax_scale, machine or B200, max_ctas)

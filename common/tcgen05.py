@@ -23,7 +23,7 @@ def fence_after(*, loc=None, ip=None):
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
 
 
-def make_mma(dtype, shape, *, b_major="K", a_in_tmem=False, ctas=1):
+def make_mma(dtype, shape, *, a_major="K", b_major="K", a_in_tmem=False, ctas=1):
     """tcgen05.mma kind::f16 with float32 accumulators, shape (M, N) of the CTA or pair."""
     source = tcgen05.OperandSource.TMEM if a_in_tmem else tcgen05.OperandSource.SMEM
     op = tcgen05.MmaF16BF16Op(
@@ -32,7 +32,7 @@ def make_mma(dtype, shape, *, b_major="K", a_in_tmem=False, ctas=1):
         (*shape, 16),
         tcgen05.CtaGroup(ctas),
         source,
-        MAJORS["K"],
+        MAJORS[a_major],
         MAJORS[b_major],
     )
     return cute.make_tiled_mma(op)

@@ -402,7 +402,7 @@ class ProblemTime:
 
     @property
     def tflops(self) -> float:
-        """Derived 1e12 floating-point operations of the two products a second."""
+        """Derived 1e12 floating-point operations of the products a second."""
         return self.flop / self.seconds / 1e12
 
 
@@ -429,13 +429,15 @@ def problem_time(
     batch: int = 1,
     causal: bool = False,
     longest_first: bool = False,
+    products: int = 2,
 ) -> ProblemTime:
     """Derived time of an attention forward from the cycles of one CTA (see ASSUMPTIONS).
 
     A CTA has tile_m query rows and visits key tiles of tile_n; a causal one only those up to its
     last row, the last query facing the last key. Query tiles start first to last (longest_first:
-    last to first), then heads, then batch. FLOP are 4 b h sq sk d, with a causal mask those of
-    the visible area, half of it when sq = sk. Raises TypeError or ValueError for other numbers.
+    last to first), then heads, then batch. FLOP are 2 b h sq sk d for each of the `products`, with
+    a causal mask those of the visible area, half of it when sq = sk. A backward without a mask is
+    the same with queries and keys exchanged. Raises TypeError or ValueError for other numbers.
     """
     _check_cycles(cycles_prologue, cycles_per_tile, cycles_epilogue)
     sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "tile_m": tile_m, "tile_n": tile_n}
@@ -461,7 +463,7 @@ def problem_time(
     else:
         one = overhead + math.ceil(seqlen_k / tile_n) * cycles_per_tile
         total, cycles = ctas * one, math.ceil(ctas / sms) * one
-    flop = 4.0 * slices * head_dim * _pairs(seqlen_q, seqlen_k, causal)
+    flop = 2.0 * products * slices * head_dim * _pairs(seqlen_q, seqlen_k, causal)
     return ProblemTime(machine, ctas, cycles, flop, total / (sms * cycles))
 
 

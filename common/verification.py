@@ -23,7 +23,9 @@ from .launch import execution, modes, native_arch
 from .numerics import Comparison
 from .ptx import ptx_hash
 from .sass import MissingTool, report
-from .stage import Stage
+from .stage import KernelSource, Stage
+
+AROUND = ("preprocess", "postprocess")  # kernels that every backward part needs
 
 
 def verify(
@@ -49,13 +51,14 @@ def verify(
     logs = _check_logs(stage, failures, console) if mode == "rewritten" else {}
     target = native_arch(device) if mode == "native" else "sm_100a"
     kernels = [
-        _kernel_row(compile_stage(stage, arch=target, dtype=dtype, head_dim=head_dim), verdicts)
-        for dtype in stage.config.ENVELOPE.dtypes
-        for head_dim in stage.config.ENVELOPE.head_dims
+        _kernel_row(source, compile_stage(source, arch=target, dtype=dtype, head_dim=d), verdicts)
+        for source in stage.kernels
+        for dtype in source.config.ENVELOPE.dtypes
+        for d in source.config.ENVELOPE.head_dims
     ]
     for row in kernels:
         row |= {"log": logs[row["key"]]} if row["key"] in logs else {}
-    total = len(verdicts) + len(contract_gpu.GPU_CHECKS) + len(seeds) + len(logs)
+    total = len(verdicts) + len(contract_gpu.checks(stage)) + len(seeds) + len(logs)
     for failure in failures:
         console.print(failure, style="red", markup=False)
     console.print(f"{total - len(failures)} passed, {len(failures)} failed")
@@ -80,12 +83,12 @@ def verify(
 
 def _run_all(stage: Stage, console: Console) -> tuple[dict, list[str]]:
     """(verdicts by case, failures as text) of every case and check."""
-    cases = contract.cases(stage, contract.GPU_SIZES)
+    cases = contract.gpu_cases(stage)
     verdicts: dict[Case, list[Comparison] | None] = {}
     failures: list[str] = []
     for case in track(cases, f"stage {stage.tag}: cases", console=console):
         verdicts[case] = _attempt(failures, str(case), contract_gpu.check_gpu_case, stage, case)
-    for name, check in contract_gpu.GPU_CHECKS.items():
+    for name, check in contract_gpu.checks(stage).items():
         _attempt(failures, name, check, stage)
     return verdicts, failures
 
@@ -102,15 +105,18 @@ def _run_adversaries(stage: Stage, failures: list[str], console: Console) -> lis
 
 def _check_logs(stage: Stage, failures: list[str], console: Console) -> dict[str, dict]:
     """By kernel, what its executed logs showed; see `evidence.LOG_FIELDS`."""
-    if contract_gpu.adversary_skip_reason(stage):
-        return {}
-    envelope, found = stage.config.ENVELOPE, {}
-    pairs = [(dtype, head_dim) for dtype in envelope.dtypes for head_dim in envelope.head_dims]
-    for dtype, head_dim in track(pairs, f"stage {stage.tag}: executed logs", console=console):
-        key = CompileKey(stage.number, "sm_100a", dtype, head_dim).name
-        shown = _attempt(
-            failures, f"log {key}", contract_gpu.check_executed, stage, dtype, head_dim
-        )
+    logged = [row for row in stage.kernels if not contract_gpu.adversary_skip_reason(row)]
+    triples = [
+        (source, dtype, head_dim)
+        for source in logged
+        for dtype in source.config.ENVELOPE.dtypes
+        for head_dim in source.config.ENVELOPE.head_dims
+    ]
+    found: dict[str, dict] = {}
+    for triple in track(triples, f"stage {stage.tag}: executed logs", console=console):
+        source, dtype, head_dim = triple
+        key = CompileKey.of(source, "sm_100a", dtype, head_dim).name
+        shown = _attempt(failures, f"log {key}", contract_gpu.check_executed, *triple)
         found[key] = {"clean": shown is not None, "conforms": shown is not None}
         if shown:
             pairs_of_mmas = [list(pair) for pair in shown.a1_edges]
@@ -154,15 +160,21 @@ def _attempt(failures: list[str], name: str, check, *arguments):
         return None
 
 
-def _kernel_row(kernel: CompiledKernel, verdicts: dict) -> dict[str, Any]:
+def _concerns(case: Case, source: KernelSource) -> bool:
+    """Whether a case launches the kernel of a stage or part, for gradients those around it too."""
+    return case.part == source.name or (bool(case.part) and source.kind in AROUND)
+
+
+def _kernel_row(source: KernelSource, kernel: CompiledKernel, verdicts: dict) -> dict[str, Any]:
     key = kernel.key
     mine = {
         case: rows
         for case, rows in verdicts.items()
-        if (case.dtype, case.head_dim) == (key.dtype, key.head_dim)
+        if (case.dtype, case.head_dim) == (key.dtype, key.head_dim) and _concerns(case, source)
     }
     return {
         "key": key.name,
+        **({"part": key.part} if key.part else {}),
         "dtype": key.dtype,
         "head_dim": key.head_dim,
         "entry": ptx_facts(kernel.ptx).entry,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several test files need: a stage, a copy of the sources, another process."""
+"""What several test files need: a stage, a copy of the sources, a process, the command line."""
 
 import os
 import pathlib
@@ -9,7 +9,8 @@ import sys
 
 import pytest
 from flash_ladder import load
-from flash_ladder.common import contract
+from flash_ladder.common import cli, contract
+from typer.testing import CliRunner
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -72,5 +73,18 @@ def run_python(start_python):
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         return out
+
+    return run
+
+
+@pytest.fixture
+def ladder():
+    """Runs the command line: (exit code, what it printed, what it complained)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        result = CliRunner().invoke(cli.app, list(arguments))
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.stdout, result.stderr
 
     return run

@@ -16,6 +16,7 @@ from flash_ladder import load
 from flash_ladder.common import contract, device_mutation, mutation
 from flash_ladder.common.compile import compile_stage
 from flash_ladder.common.conformance import conform
+from flash_ladder.common.grid import Place
 from flash_ladder.common.hopper.engine import LOG_UNIT
 from flash_ladder.common.hopper.log import NO_WORD, OTHERS, SHARED, UNITS, Event, Kind, Log, decode
 from flash_ladder.common.hopper.steps import steps
@@ -54,15 +55,15 @@ def plan_of(name: str):
     return load(INDEX[name]["stage"]).config.plan(INDEX[name]["head_dim"])
 
 
-def place_of(name: str) -> tuple[int, int, int]:
-    """(m_block, head, batch) of the CTA that wrote it."""
-    m_block, head, batch = INDEX[name]["place"]
-    return m_block, head, batch
+def place_of(name: str) -> Place:
+    """The place of the CTA that wrote it."""
+    config = load(INDEX[name]["stage"]).config
+    return Place(*INDEX[name]["place"], config.Q_TILES * config.TILE_M)
 
 
 def cta_of(name: str) -> int:
     """Index of that CTA in its grid."""
-    row, (m_block, head, batch) = INDEX[name], place_of(name)
+    row, (m_block, head, batch) = INDEX[name], INDEX[name]["place"]
     config = load(row["stage"]).config
     blocks = -(-row["seqlen_q"] // (config.Q_TILES * config.TILE_M))
     return m_block + blocks * (head + row["heads"] * batch)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from flash_ladder.common import cli, contract_gpu, facts
 from flash_ladder.common.stage import Stage
-from typer.testing import CliRunner
 
 SMALL = ("--heads", "1", "--seqlen", "128", "--head-dim", "64")
 COMMANDS = (
@@ -25,19 +24,6 @@ COMMANDS = (
     "roofline",
     "mutate",
 )
-
-
-@pytest.fixture
-def ladder():
-    """Runs the command line: (exit code, what it printed, what it complained)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        result = CliRunner().invoke(cli.app, list(arguments))
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result.exit_code, result.stdout, result.stderr
-
-    return run
 
 
 @pytest.fixture

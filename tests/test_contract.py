@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flash_ladder.common import contract, contract_gpu, facts, numerics, reference
+from flash_ladder.common import contract, contract_gpu, facts, numerics, poisoned, reference
 from flash_ladder.common.compile import compile_stage
 from flash_ladder.common.plan import Arrival, Barrier, Plan, Role, TmemRegion
 from flash_ladder.common.sass import MissingTool
@@ -316,13 +316,13 @@ def test_spills_are_never_declared_away(stage):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_guards_find_what_is_written_outside(dtype):
-    out, check_guards = contract_gpu.guarded((2, 3, 5), dtype, "cpu")
+    out, check_guards = poisoned.guarded((2, 3, 5), dtype, "cpu")
     assert out.shape == (2, 3, 5) and out.is_contiguous()
     assert numerics.unwritten(out) == 30
     out.zero_()
     check_guards()
-    storage = torch.as_strided(out, (30 + 2 * contract_gpu.GUARD,), (1,), 0)
-    for at in (0, contract_gpu.GUARD - 1, -contract_gpu.GUARD, -1):
+    storage = torch.as_strided(out, (30 + 2 * poisoned.GUARD,), (1,), 0)
+    for at in (0, poisoned.GUARD - 1, -poisoned.GUARD, -1):
         kept = storage[at].clone()
         storage[at] = 0.0
         with pytest.raises(AssertionError, match="1 elements outside the output were written"):
@@ -332,7 +332,7 @@ def test_guards_find_what_is_written_outside(dtype):
 
 def test_guarded_outputs_start_where_vector_stores_need_it():
     for dtype in (torch.bfloat16, torch.float32):
-        out, _ = contract_gpu.guarded((1, 128, 1, 64), dtype, "cpu")
+        out, _ = poisoned.guarded((1, 128, 1, 64), dtype, "cpu")
         assert out.data_ptr() % 16 == 0
 
 

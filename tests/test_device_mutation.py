@@ -319,7 +319,7 @@ def workers(monkeypatch):
 
     def start(name: str, lines, count: int = 2):
         monkeypatch.setattr(device_mutation, "serve", getattr(fake, name))
-        return list(device_mutation._outcomes(4, 128, lines, count))
+        return list(device_mutation._outcomes(load(4), 128, lines, count))
 
     return start
 
@@ -327,7 +327,7 @@ def workers(monkeypatch):
 def test_every_line_is_answered_once(workers):
     found = workers("answers", [1, 2, 3, 4, 5])
     assert sorted(row.line for row in found) == [1, 2, 3, 4, 5]
-    assert {row.detail.partition(" ")[2] for row in found} == {"4 128"}
+    assert {row.detail.partition(" ")[2] for row in found} == {"4 '' 128"}
     assert len({row.detail.split()[0] for row in found}) <= 2
     assert workers("answers", []) == []
 

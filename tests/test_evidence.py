@@ -416,7 +416,8 @@ def test_a_rewritten_run_without_logs_is_stale(dsl, recorded):
         f"{recorded['date']}: {kernel.key.name} has no clean log that conforms to the model",
         f"{recorded['date']}: its kernel was not mutated (`flash-ladder mutate N --device`)",
     ]
-    recorded["kernels"][0]["log"], recorded["mutation"] = {**LOG, "a1_edges": []}, [MUTATION]
+    mutated = MUTATION | {"kernel": kernel.key.name}
+    recorded["kernels"][0]["log"], recorded["mutation"] = {**LOG, "a1_edges": []}, [mutated]
     assert stale(stage, {"runs": [recorded]}) == []
     recorded["kernels"][0]["log"] = LOG
     (reason,) = stale(stage, {"runs": [recorded]})

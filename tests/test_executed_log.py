@@ -451,9 +451,10 @@ def test_a_recorded_log_is_clean(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_rule_a1_orders_what_the_page_lists(name):
-    stage, keys = load(INDEX[name]["stage"]), INDEX[name]["seqlen_k"]
-    tiles = keys // stage.config.TILE_N[INDEX[name]["head_dim"]]
-    listed = contract.listed_a1_edges(stage) if tiles > 1 else set()
+    row = INDEX[name]
+    stage, head_dim = load(row["stage"]), row["head_dim"]
+    tiles = row["seqlen_k"] // stage.config.TILE_N[head_dim]
+    listed = contract.listed_a1_edges(stage, head_dim) if tiles > 1 else set()
     edges = {
         (first.removeprefix("mma "), second.removeprefix("mma "))
         for first, second in check_log(log_of(name), plan_of(name)).a1_edges

@@ -3,6 +3,7 @@
 
 import json
 import re
+import types
 
 import pytest
 
@@ -250,6 +251,22 @@ PIPELINE = plan.Plan(
 )
 
 
+def test_parts_have_tables_and_diffs():
+    part = 'stage="07" part="preprocess" head_dim="128"'
+    assert "rows of O and dO, zeros" in fence(f'config-table {part} table="roles"')
+    assert "Stage 07/preprocess uses no barriers" in fence(f'config-table {part} table="barriers"')
+    assert "COMPUTE" in fence(f"roles {part}")
+    page = fence('stage-diff a="07/preprocess" b="07/postprocess" file="config.py kernel.py"')
+    assert "stage 07/preprocess → 07/postprocess" in page
+    assert "--- stages/07/preprocess/config.py" in text_of(page)
+    for head in (
+        'roles stage="07" part="other" head_dim="128"',
+        'stage-diff a="07/other" b="07/preprocess" file="config.py"',
+    ):
+        with pytest.raises(fences.FenceError, match="stage 07 has no part 'other'"):
+            fence(head)
+
+
 class Config:
     """A stage with tensor memory, mbarriers and two roles."""
 
@@ -263,7 +280,8 @@ class Config:
 
 
 def test_tables_and_graph_of_a_pipeline(monkeypatch):
-    monkeypatch.setattr(fences, "stage_config", lambda number: Config)
+    kernel = types.SimpleNamespace(config=Config, tag="03")
+    monkeypatch.setattr(fences, "stage_source", lambda number, part: kernel)
 
     def table(name):
         return text_of(fence(f'config-table stage="03" head_dim="128" table="{name}"'))

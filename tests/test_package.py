@@ -106,19 +106,20 @@ def _imports(path: pathlib.Path) -> set[str]:
 
 @pytest.mark.parametrize("folder", _stage_folders(), ids=lambda folder: folder.name)
 def test_a_stage_imports_no_other_stage(folder):
-    for path in folder.glob("*.py"):
+    for path in folder.rglob("*.py"):
         own = {name for name in _imports(path) if name.startswith(("stages", "flash_ladder"))}
         if path.name != "test_stage.py":
             assert not own, (path.name, own)
         assert all(name.startswith("flash_ladder.common") for name in own), (path.name, own)
+        common = ".." if path.parent == folder else "..."  # of a part, one folder further up
         for name in _imports(path):
-            if name.startswith(".."):
-                assert name.startswith("..common"), (path.name, name)
+            if name.startswith(".."):  # a part imports no other part either
+                assert name.startswith(f"{common}common"), (path, name)
 
 
 @pytest.mark.parametrize("folder", _stage_folders(), ids=lambda folder: folder.name)
 def test_every_file_opens_with_licence_and_docstring(folder):
-    for path in folder.glob("*.py"):
+    for path in folder.rglob("*.py"):
         if path.stat().st_size:
             text = path.read_text()
             assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
@@ -176,7 +177,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     parts = ("__init__.py", "__main__.py", "py.typed", "common/cli.py", "common/model/sm.py")
     assert {f"flash_ladder/{part}" for part in parts} <= set(names)
     for folder in _stage_folders():
-        wanted = {path.name for path in folder.iterdir() if path.suffix in (".py", ".md", ".json")}
+        files = [*folder.iterdir(), *folder.glob("*/*.py")]  # the stage's own, those of its parts
+        names_of = {path.relative_to(folder).as_posix(): path.suffix for path in files}
+        wanted = {name for name, suffix in names_of.items() if suffix in (".py", ".md", ".json")}
         prefix = f"flash_ladder/{folder.name}/"
         assert wanted == {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
         assert {"kernel.py", "config.py", "README.md"} <= wanted

@@ -17,13 +17,14 @@ import torch
 
 from ..compile import (
     CompileKey,
+    arguments,
     cache_folder,
+    entry_function,
     fingerprint,
-    forward_arguments,
     require_dsl,
     sources,
 )
-from ..stage import Stage
+from ..stage import KernelSource
 from .build import HopperObject, build, read_object
 from .rewrite import rewriter_hash
 from .session import Session
@@ -74,30 +75,30 @@ class HopperKernel:
 
 
 def hopper_kernel(
-    stage: Stage, dtype: str, head_dim: int, device: torch.device, log: bool = False
+    stage: KernelSource, dtype: str, head_dim: int, device: torch.device, log: bool = False
 ) -> HopperKernel:
-    """The stage's sm_100a kernel, rewritten, for a Hopper GPU; built once and kept on disk.
+    """The sm_100a kernel of a stage or part, rewritten for a Hopper GPU; built once, kept on disk.
 
     log: with the executed log (`Session.settings`). Looks in the folder that the environment
     variable FLASH_LADDER_ARTEFACTS names, then in the cache. Warns once a process that this is
     functional execution.
     """
     _warn()
-    key = CompileKey(stage.number, "sm_100a", dtype, head_dim)
+    key = CompileKey.of(stage, "sm_100a", dtype, head_dim)
     packed = packed_folder(key, log)
     found = _read_packed(stage, packed) if packed else _read_or_build(stage, key, log)
     index = torch.cuda.current_device() if device.index is None else device.index
     return loaded(found, index)
 
 
-def _read_packed(stage: Stage, folder: pathlib.Path) -> HopperObject:
+def _read_packed(stage: KernelSource, folder: pathlib.Path) -> HopperObject:
     """An artefact; ValueError when it was packed from other sources than today's."""
     if (folder / SOURCES).read_text() != _sources_hash(stage):
         raise ValueError(f"{folder} was packed from other sources of {stage!r}: pack it again")
     return read_object(folder)
 
 
-def _read_or_build(stage: Stage, key: CompileKey, log: bool) -> HopperObject:
+def _read_or_build(stage: KernelSource, key: CompileKey, log: bool) -> HopperObject:
     folder = cache_folder() / f"hopper-{artefact_name(key, log)}-{_mark(stage, key)}"
     try:
         return read_object(folder)
@@ -105,7 +106,7 @@ def _read_or_build(stage: Stage, key: CompileKey, log: bool) -> HopperObject:
         return _build_into(stage, key, folder, log)
 
 
-def _sources_hash(stage: Stage) -> str:
+def _sources_hash(stage: KernelSource) -> str:
     parts = [name.encode() + b"\0" + text for name, text in sources(stage).items()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
@@ -143,11 +144,13 @@ def packed_folder(key: CompileKey, log: bool = False) -> pathlib.Path | None:
     return folder if folder and (folder / "facts.json").is_file() else None
 
 
-def _mark(stage: Stage, key: CompileKey) -> str:
+def _mark(stage: KernelSource, key: CompileKey) -> str:
     return hashlib.sha256((fingerprint(stage, key) + rewriter_hash()).encode()).hexdigest()[:24]
 
 
-def _build_into(stage: Stage, key: CompileKey, folder: pathlib.Path, log: bool) -> HopperObject:
+def _build_into(
+    stage: KernelSource, key: CompileKey, folder: pathlib.Path, log: bool
+) -> HopperObject:
     """Build beside `folder` and rename: other processes see all of it or nothing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
@@ -163,9 +166,11 @@ def _build_into(stage: Stage, key: CompileKey, folder: pathlib.Path, log: bool) 
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def pack(stage: Stage, key: CompileKey, folder: pathlib.Path, log: bool = False) -> HopperObject:
+def pack(
+    stage: KernelSource, key: CompileKey, folder: pathlib.Path, log: bool = False
+) -> HopperObject:
     """Compile, rewrite and write a runnable object to the existing, empty `folder`. No GPU."""
     require_dsl()
     symbol = f"flash_ladder_{artefact_name(key, log)}".replace("-", "_")
     (folder / SOURCES).write_text(_sources_hash(stage))
-    return build(stage.kernel.attention, forward_arguments(key), folder, symbol, log)
+    return build(entry_function(stage), arguments(stage.kind, key), folder, symbol, log)

@@ -10,7 +10,7 @@ from .engines import ENGINES, PARTS, Span
 from .machine import B200, B300, H200, MACHINES, Figure, Machine
 from .memory import Buffer, Global, Slot, Tile
 from .role import Role
-from .run import Run, grid_run
+from .run import GradientRun, Run, gradient_run, grid_run
 from .sm import Budget, Deadlock, NoOrdering, Pair, Sm, TooManyEvents, observe
 from .tmem import Tmem, TmemView
 
@@ -27,6 +27,7 @@ __all__ = [
     "Deadlock",
     "Figure",
     "Global",
+    "GradientRun",
     "MBarrier",
     "Machine",
     "ModelFault",
@@ -43,6 +44,7 @@ __all__ = [
     "Tmem",
     "TmemView",
     "TooManyEvents",
+    "gradient_run",
     "grid_run",
     "observe",
 ]

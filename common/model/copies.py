@@ -81,14 +81,14 @@ class CopyEngine:
         op = f"{'reduce' if add else 'store'} {source.name}"
         yield from self._issue(agent, op, tile)
         if add:
-            start, end = self.sm.engines.hold("gmem", source.bytes / self.sm.machine["reduce"])
-            self.sm.engines.record(agent, "gmem", op, tile, start, end)
+            start, end = self.sm.engines.take("reduce", source.bytes)
+            self.sm.engines.record(agent, "reduce", op, tile, start, end)
             start, drained = self.sm.engines.take("smem", source.bytes)
             self.sm.engines.record(agent, "smem", op, tile, start, drained)
             yield self.env.timeout(max(end, drained) - self.env.now)
         else:
             yield from self._move(agent, op, tile, source.bytes, "gmem", (self.sm,))
-        values = source.get().to(target.values.dtype)
+        values = source.get().to(target.values.dtype, copy=True)  # its slot may be written again
         copy.read.succeed()
         yield self.env.timeout(self.sm.machine["gmem_latency"])
         target.values.copy_(target.values + values if add else values)

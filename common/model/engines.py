@@ -3,7 +3,8 @@
 
 The arithmetic pipes, warp issue and tensor-memory access exist once in each of four sub-partitions,
 with a fourth of the SM's rate; warp w works in sub-partition w modulo 4. The shared-memory port
-and the path to global memory are the whole SM's. A request keeps its engine until it is served:
+and the paths to global memory are the whole SM's; reductions have one of their own, as they leave
+the SM where loads arrive. A request keeps its engine until it is served:
 roles that should share an engine more finely ask for it in smaller pieces, as instructions do.
 """
 
@@ -18,7 +19,7 @@ from .machine import Machine
 
 PARTS = 4  # sub-partitions
 IN_PARTS = ("fma", "alu", "mufu", "cvt", "issue", "tmem")
-WHOLE = ("smem", "gmem", "dsmem", "tma", "tensor")
+WHOLE = ("smem", "gmem", "reduce", "dsmem", "tma", "tensor")
 ENGINES = (*IN_PARTS, *WHOLE)
 
 

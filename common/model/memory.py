@@ -33,12 +33,19 @@ class Smem:
         self.written = np.zeros(size // CELL, bool)
         self.buffers: dict[str, Buffer] = {}
 
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
-        """The plan's buffer `name` as slots of `shape` (rows, columns) or (length,)."""
+    def buffer(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, swizzled: bool = True
+    ) -> Buffer:
+        """The plan's buffer `name` as slots of `shape` (rows, columns) or (length,).
+
+        swizzled: in blocks of 128 bytes of each row, where a row is a multiple of that; else row
+        by row.
+        """
         rows = {row.name: row for row in self.plan.smem}
         if name not in rows:
             raise ValueError(f"the plan has no shared-memory buffer {name!r}; it has {list(rows)}")
-        buffer = Buffer(self, name, tuple(shape), dtype, rows[name].stages, rows[name].slot_bytes)
+        row = rows[name]
+        buffer = Buffer(self, name, tuple(shape), dtype, row.stages, row.slot_bytes, swizzled)
         if buffer.bytes > buffer.slot_bytes:
             raise ValueError(
                 f"{name}: {tuple(shape)} of {dtype} are {buffer.bytes} B, but the plan gives a "
@@ -58,6 +65,7 @@ class Buffer:
     dtype: torch.dtype
     stages: int
     slot_bytes: int
+    swizzled: bool = True
 
     @property
     def bytes(self) -> int:
@@ -127,7 +135,7 @@ class Slot:
     def _block(self) -> int:
         """Bytes of a row that lie together: 128, or the row where that is no multiple."""
         row = self.buffer.shape[-1] * self.buffer.dtype.itemsize
-        return BLOCK if row % BLOCK == 0 else row
+        return BLOCK if row % BLOCK == 0 and self.buffer.swizzled else row
 
     @property
     def memory(self) -> str:

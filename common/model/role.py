@@ -256,9 +256,10 @@ class Role:
         mma.check()
         facts = {"cta_group": 2 if pair else 1, "accumulator": d.cells, "shape": shape[:2]}
         strand = self.order.issue(self.agent, "mma", op, line, **facts)
-        bf16, b_turned = b.buffer.dtype == torch.bfloat16, b.transposed
+        turned = isinstance(a, Slot) and a.transposed, b.transposed
+        bf16 = b.buffer.dtype == torch.bfloat16
         starts = tuple(zip(a.starts(MMA_K), b.starts(MMA_K)))  # of A and B, by instruction
-        numbers = (d.column, d.columns, int(accumulate), *shape, bf16, b_turned, starts)
+        numbers = (d.column, d.columns, int(accumulate), *shape, bf16, *turned, starts)
         places = ((a.memory, a.cells), (b.memory, b.cells))
         self.sm.notes.append(Note(self.agent, "mma", d.name, line, numbers, places))
         for sm in self.sm.pair.sms if pair else [self.sm]:
@@ -364,14 +365,17 @@ class Role:
             self.order.fence(self.agent, kind, verb, line)
             self._note("fence", kind, line)
 
-    def read(self, slot: Slot) -> torch.Tensor:
-        """The values of a buffer's slot as they are now, float32. Takes no time: see `execute`."""
+    def read(self, slot: Slot, by_all: bool = False) -> torch.Tensor:
+        """The values of a buffer's slot as they are now, float32. Takes no time: see `execute`.
+
+        by_all: every thread reads all of it; else they share it.
+        """
         line = caller_line()
         if slot.unwritten:
             self.sm.report_unwritten(self.agent, "read", slot.name, line)
         memory = slot.buffer.smem.name
         self.order.read(self.agent, memory, slot.cells, f"read {slot.name}", line)
-        self._note("read", slot.name, line, slot.bytes)
+        self._note("read", slot.name, line, slot.bytes * (self.threads if by_all else 1))
         return slot.get().clone()
 
     def write(self, slot: Slot, values: torch.Tensor) -> None:
@@ -416,8 +420,14 @@ class Role:
         self.sm.notes.append(Note(self.agent, verb, what, line, numbers, quarter=self._quarter))
 
     def _note_copy(self, verb: str, slot: Slot, tile: Tile, line: str, barrier: str = "") -> None:
-        """numbers: first byte, bytes, first row of the tile, first columns of its boxes."""
-        numbers = (slot.start, slot.bytes, tile.rows[0], slot.block_columns)
+        """numbers: first byte, bytes, first row of the tile, first columns of its boxes.
+
+        A tensor of one axis has no rows: None.
+        """
+        shift = tile.columns[0] - slot.columns[0]
+        boxes = tuple(column + shift for column in slot.block_columns)
+        row = tile.rows[0] if tile.source.tensor.dim() > 1 else None
+        numbers = (slot.start, slot.bytes, row, boxes)
         places = ((barrier, ()),) if barrier else ()
         name = tile.source.name
         self.sm.notes.append(Note(self.agent, verb, slot.name, line, numbers, places, name))

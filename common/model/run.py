@@ -69,6 +69,62 @@ class Run:
         return spent
 
 
+@dataclass(frozen=True)
+class GradientRun(Run):
+    """The result of a backward pass: out is dQ, NaN where a CTA is missing; lse is empty.
+
+    dk, dv (b, sk, h, d) in the inputs' dtype.
+    """
+
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+
+    @property
+    def dq(self) -> torch.Tensor:
+        """(b, sq, h, d) in the inputs' dtype."""
+        return self.out
+
+
+def gradient_run(
+    machine: Machine,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    softmax_scale: float,
+    unit: int,
+    cta: Callable[[int, int, int, torch.Tensor], tuple[Sm | Pair, Result]],
+    max_ctas: int | None = None,
+) -> GradientRun:
+    """Run the CTAs of a backward grid: units of `unit` keys fastest, then heads, then batch.
+
+    `cta(batch, head, n_block, dq_accum)` gives an `Sm` (or `Pair`) ready to run, which adds to
+    dq_accum (sq, d) float32, and a function that returns its dk and dv (keys, d) afterwards.
+    """
+    if max_ctas is not None and max_ctas < 1:
+        raise ValueError(f"max_ctas must be at least 1; got {max_ctas}")
+    batch, seqlen_k, heads, head_dim = k.shape
+    blocks = math.ceil(seqlen_k / unit)
+    ctas = blocks * heads * batch
+    dk, dv = (torch.full(k.shape, float("nan"), dtype=k.dtype) for _ in range(2))
+    accum = torch.zeros(batch, heads, q.shape[1], head_dim)
+    cycles, findings, notes, trace, tmem_log = [], [], [], (), ()
+    for block in range(ctas if max_ctas is None else min(ctas, max_ctas)):
+        n_block, head, b = block % blocks, block // blocks % heads, block // blocks // heads
+        sm, result = cta(b, head, n_block, accum[b, head])
+        cycles.append(sm.run())
+        if block == 0:
+            leader = sm.sms[0] if isinstance(sm, Pair) else sm
+            trace, tmem_log = tuple(sm.trace), tuple(leader.tmem.log)
+        notes.append(tuple(sm.notes))
+        findings += [f"CTA {block}: {finding}" for finding in sm.findings()]
+        keys = slice(n_block * unit, (n_block + 1) * unit)
+        dk[b, keys, head], dv[b, keys, head] = result()
+    complete = len(cycles) == ctas
+    dq = (accum * softmax_scale if complete else accum * float("nan")).to(q.dtype).transpose(1, 2)
+    flop = 10.0 * batch * heads * q.shape[1] * seqlen_k * head_dim
+    common = (tuple(cycles), trace, ctas, flop, tuple(findings), tmem_log, tuple(notes))
+    return GradientRun(machine, dq, torch.empty(0), *common, dk, dv)
+
+
 def grid_run(
     machine: Machine,
     q: torch.Tensor,

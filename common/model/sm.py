@@ -150,9 +150,11 @@ class Sm:
         latency = self.machine["mbarrier_latency"]
         return MBarrier(self.env, name + self.suffix, count, latency, shares, done)
 
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+    def buffer(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, swizzled: bool = True
+    ) -> Buffer:
         """The plan's shared-memory buffer `name`; `buffer[slot]` has `shape` (rows, columns)."""
-        return self.smem.buffer(name, shape, dtype)
+        return self.smem.buffer(name, shape, dtype, swizzled)
 
     def start(self, role: str, coroutine: Callable[[Role], Generator]) -> None:
         """Let the warps of `role` run `coroutine(role)`."""

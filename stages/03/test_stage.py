@@ -11,6 +11,8 @@ from flash_ladder.common.compile import compile_stage
 from flash_ladder.common.sass import MissingTool
 
 STAGE = contract.this_stage(__file__)
+MODELS = contract.models(STAGE)  # the stage's own, and those of its parts
+SOURCE = ("source", "head_dim")
 
 
 @pytest.fixture
@@ -29,9 +31,13 @@ def gpu():
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("head_dim", STAGE.config.ENVELOPE.head_dims)
-def test_host_plan(head_dim):
-    contract.check_plan(STAGE, head_dim)
+@pytest.mark.parametrize(SOURCE, contract.configurations(STAGE.kernels), ids=contract.label)
+def test_host_plan(source, head_dim):
+    contract.check_plan(source, head_dim)
+
+
+def test_host_parts():
+    contract.check_parts(STAGE)
 
 
 @pytest.mark.parametrize("name", contract.refusals(STAGE))
@@ -39,25 +45,27 @@ def test_host_refusal(name):
     contract.check_refusal(STAGE, name)
 
 
-@pytest.mark.parametrize("case", contract.cases(STAGE, contract.HOST_SIZES), ids=str)
+@pytest.mark.parametrize("case", contract.host_cases(STAGE), ids=str)
 def test_host_model(case):
     contract.check_model(STAGE, case)
 
 
-def test_host_mutation():
-    contract.check_mutation(STAGE, fast=True)
+@pytest.mark.parametrize("source", MODELS, ids=contract.label)
+def test_host_mutation(source):
+    contract.check_mutation(source, fast=True)
 
 
-@pytest.mark.parametrize("head_dim", STAGE.config.ENVELOPE.head_dims)
-def test_host_a1(head_dim):
-    contract.check_a1(STAGE, head_dim)
+@pytest.mark.parametrize(SOURCE, contract.configurations(MODELS), ids=contract.label)
+def test_host_a1(source, head_dim):
+    contract.check_a1(source, head_dim)
 
 
 @pytest.mark.parametrize("key", contract.compile_keys(STAGE), ids=lambda key: key.name)
 def test_compile_facts(dsl, key):
-    kernel = compile_stage(STAGE, arch=key.arch, dtype=key.dtype, head_dim=key.head_dim)
+    source = STAGE.part(key.part)
+    kernel = compile_stage(source, arch=key.arch, dtype=key.dtype, head_dim=key.head_dim)
     try:
-        contract.check_facts(STAGE, kernel)
+        contract.check_facts(source, kernel)
     except MissingTool as missing:
         pytest.skip(f"its PTX is as declared, its machine code was not read: {missing}")
 
@@ -69,14 +77,14 @@ def test_compile_evidence(dsl):
     assert evidence.stale(STAGE) == []
 
 
-@pytest.mark.parametrize("case", contract.cases(STAGE, contract.GPU_SIZES), ids=str)
+@pytest.mark.parametrize("case", contract.gpu_cases(STAGE), ids=str)
 def test_gpu_case(gpu, case):
     contract_gpu.check_gpu_case(STAGE, case)
 
 
-@pytest.mark.parametrize("name", contract_gpu.GPU_CHECKS)
+@pytest.mark.parametrize("name", contract_gpu.checks(STAGE))
 def test_gpu_check(gpu, name):
-    contract_gpu.GPU_CHECKS[name](STAGE)
+    contract_gpu.checks(STAGE)[name](STAGE)
 
 
 @pytest.mark.parametrize("seed", contract_gpu.ADVERSARIES)
@@ -87,10 +95,10 @@ def test_gpu_adversary(seed):
     contract_gpu.check_adversary(STAGE, seed)
 
 
-@pytest.mark.parametrize("head_dim", STAGE.config.ENVELOPE.head_dims)
+@pytest.mark.parametrize(SOURCE, contract.configurations(MODELS), ids=contract.label)
 @pytest.mark.parametrize("dtype", STAGE.config.ENVELOPE.dtypes)
-def test_gpu_log(dtype, head_dim):
-    reason = contract_gpu.adversary_skip_reason(STAGE)
+def test_gpu_log(dtype, source, head_dim):
+    reason = contract_gpu.adversary_skip_reason(source)
     if reason:
         pytest.skip(reason)
-    contract_gpu.check_executed(STAGE, dtype, head_dim)
+    contract_gpu.check_executed(source, dtype, head_dim)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op of a stage with its gradients: preprocess, a backward part, postprocess.
+
+Note [Memory of a backward]
+    Between the passes q, k, v, out and lse are kept. The backward allocates dq, dk and dv and, for
+    its own time, a float32 sum for dq, 4*b*sq*h*d bytes, and statistics of 8*b*h*sq bytes. At 32 k
+    tokens, 16 heads and head dim 128 those are 268 MB and 4 MB. dO is copied where a kernel cannot
+    load it as it lies: innermost stride other than 1 (an expanded dO has 0), other strides or start
+    no multiples of 16 bytes.
+
+Runs: host.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .envelope import ALIGN_BYTES, Problem, check
+from .launch import current_execution, execution, forward, kernel_for, start
+from .stage import Part, Stage
+
+TILE_ROWS = 128  # query rows of a tile of statistics
+LOG2_E = math.log2(math.e)
+
+
+def attention(stage: Stage, q, k, v, *, softmax_scale=None, return_lse=False):
+    """See `Stage.attention`; differentiable where an input requires grad.
+
+    `check` has refused gradients of a stage that has none. Gradients of out and of lse are those
+    of torch's autograd; they exist once, a second derivative raises RuntimeError.
+    See Note [Memory of a backward].
+    """
+    problem = check(stage, q, k, v, softmax_scale)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        out, lse = _Attention.apply(q, k, v, stage, problem)
+    else:
+        out, lse = forward(stage, problem, q, k, v)
+    return (out, lse) if return_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    """The forward kernel; its gradient is `_Gradient`, in the mode of execution of the forward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, stage: Stage, problem: Problem):
+        out, lse = forward(stage, problem, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)  # what of dout and dlse is not asked for stays None
+        ctx.stage, ctx.problem, ctx.execution = stage, problem, current_execution()
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return None, None, None, None, None
+        with execution(*ctx.execution):  # autograd calls this in a thread of its own
+            gradients = _Gradient.apply(*ctx.saved_tensors, dout, dlse, ctx.stage, ctx.problem)
+        return (*gradients, None, None)
+
+
+class _Gradient(torch.autograd.Function):
+    """(dq, dk, dv) by the kernels; a node of its own, so that differentiating it says why not."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, out, lse, dout, dlse, stage: Stage, problem: Problem):
+        ctx.stage = stage
+        saved = Saved(q, k, v, out, lse)
+        workspace = Workspace.empty(saved)
+        backward(stage, problem, saved, dout, dlse, workspace)
+        return workspace.dq, workspace.dk, workspace.dv
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            f"the gradients of stage {ctx.stage.tag} cannot be differentiated again: its backward "
+            "has no backward. Leave out create_graph=True, or take torch's own attention there"
+        )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the forward leaves for the backward: its inputs, out (b, sq, h, d), lse (b, h, sq)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the backward writes.
+
+    stats (b, h, sq / 128, 2, 128) float32: `statistics`; dq_accum (b, sq, h, d) float32, the sum
+    over keys before it is scaled; dq, dk, dv: the gradients, in the dtype and shape of the inputs.
+    """
+
+    stats: Tensor
+    dq_accum: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    @classmethod
+    def empty(cls, saved: Saved, make=torch.empty) -> Workspace:
+        """Contiguous, not initialised; `make(shape, dtype=, device=)` gives each tensor."""
+        batch, seqlen, heads, _ = saved.q.shape
+        stats = (batch, heads, seqlen // TILE_ROWS, 2, TILE_ROWS)
+        rows, keys, dtype = saved.q.shape, saved.k.shape, saved.q.dtype
+        wanted = ((stats, torch.float32), (rows, torch.float32), (rows, dtype))
+        wanted += ((keys, dtype), (keys, dtype))
+        return cls(*(make(shape, dtype=kind, device=saved.q.device) for shape, kind in wanted))
+
+
+def backward(
+    stage: Stage,
+    problem: Problem,
+    saved: Saved,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    workspace: Workspace,
+    part: Part | None = None,
+) -> None:
+    """Write the gradients of sum(out * dout) + sum(lse * dlse) by the stage's kernels.
+
+    Args: problem and saved of the forward; dout (b, sq, h, d) in q's dtype, dlse (b, h, sq)
+    float32, any strides, 0 where None; part: the stage's usual one when None. Runs on the current
+    stream of the tensors' device.
+    """
+    device, part = saved.q.device, part or stage.backward(problem.head_dim)
+    sources = stage.part("preprocess"), part, stage.part("postprocess")
+    first, main, last = (kernel_for(source, problem, device) for source in sources)
+    dout = torch.zeros_like(saved.out) if dout is None else loadable(dout)
+    dlse = saved.lse.new_zeros(()).expand_as(saved.lse) if dlse is None else dlse
+    start(first, saved.out, dout, saved.lse, dlse, workspace.stats, workspace.dq_accum)
+    start_backward(main, problem, saved, dout, workspace)
+    start(last, workspace.dq_accum, workspace.dq, problem.softmax_scale)
+
+
+def start_backward(kernel, problem: Problem, saved: Saved, dout: Tensor, workspace: Workspace):
+    """Start the kernel of a backward part; stats are there, dq_accum is 0."""
+    scale = problem.softmax_scale
+    gradients = workspace.dq_accum, workspace.dk, workspace.dv
+    inputs = saved.q, saved.k, saved.v, dout, workspace.stats
+    start(kernel, *inputs, *gradients, scale * LOG2_E, scale)
+
+
+def loadable(x: Tensor) -> Tensor:
+    """x (b, s, h, d) where its strides and its start suit the kernels, else a contiguous copy."""
+    step = ALIGN_BYTES // x.element_size()
+    fits = all(size == 1 or stride % step == 0 for size, stride in zip(x.shape[:3], x.stride()))
+    if fits and x.stride(3) == 1 and x.data_ptr() % ALIGN_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@torch.no_grad()
+def statistics(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """What preprocess writes to stats, by torch: LSE * log2(e), and D = rowsum(O * dO) - dLSE.
+
+    Args: out, dout (b, sq, h, d) of one dtype, sq a multiple of 128; lse, dlse (b, h, sq) float32,
+    natural log. Returns (b, h, sq / 128, 2, 128) float32, contiguous.
+    """
+    d = (out.float() * dout.float()).sum(-1).transpose(1, 2)
+    d = d if dlse is None else d - dlse
+    both = torch.stack([lse * LOG2_E, d], -2)  # (b, h, 2, sq)
+    return both.unflatten(-1, (-1, TILE_ROWS)).transpose(2, 3).contiguous()
+
+
+def simulate(part: Part, given: dict, softmax_scale, machine, max_ctas):
+    """See `Part.simulate`; `given` has its tensors by name, None where one is left out."""
+    from .model import B200
+
+    if part.model is None:
+        raise ValueError(f"part {part.tag} has no model")
+    q, k, v = (given[name] for name in "qkv")
+    problem = check(part, q, k, v, softmax_scale, need_cuda=False)
+    _check_upstream(q, given)
+    out, lse, dout = (given[name] for name in ("out", "lse", "dout"))
+    if out is None or lse is None:
+        truth = oracle_forward(problem, q, k, v)
+        out = truth.out if out is None else out
+        lse = truth.lse if lse is None else lse
+    stats = statistics(out, lse, dout, given["dlse"])
+    scale, on = problem.softmax_scale, machine or B200
+    with torch.no_grad():
+        return part.model.run(q, k, v, loadable(dout), stats, scale, on, max_ctas)
+
+
+@torch.no_grad()
+def oracle_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Saved:
+    """What a forward would leave if it made no error: the oracle's out, rounded once, and lse."""
+    truth = reference.attention(q, k, v, softmax_scale=problem.softmax_scale)
+    return Saved(q, k, v, truth.out.to(q.dtype), truth.lse.float())
+
+
+def _check_upstream(q: Tensor, given: dict) -> None:
+    """TypeError or ValueError unless dout, out, lse, dlse fit q; all but dout may be None."""
+    batch, seqlen, heads, _ = q.shape
+    like_q, of_rows = (q.shape, q.dtype), ((batch, heads, seqlen), torch.float32)
+    wanted = {"dout": like_q, "out": like_q, "lse": of_rows, "dlse": of_rows}
+    for name, (shape, dtype) in wanted.items():
+        x = given[name]
+        if x is None and name != "dout":
+            continue
+        if not isinstance(x, Tensor) or x.dtype != dtype or x.device != q.device:
+            raise TypeError(f"{name} must be a {dtype} tensor on {q.device}; got {_what(x)}")
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)}; got {tuple(x.shape)}")
+
+
+def _what(x) -> str:
+    return f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op with its gradients, and the contract's checks of them, on kernels written in torch."""
+
+import dataclasses
+
+import pytest
+import torch
+from flash_ladder.common import contract, contract_gpu, contract_gradients, gradients, numerics
+from flash_ladder.common.launch import execution
+
+from tests.gradient_kernels import NAME, Kernels, backward, postprocess, preprocess, probabilities
+
+ON_CPU = (
+    "statistics",
+    "softmax_scale",
+    "zero_dout",
+    "repeats",
+    "live_nan",
+    "autograd",
+    "strided_dout",
+    "strided_views",
+)  # checks that need neither streams nor the memory of a GPU
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    return Kernels(monkeypatch)
+
+
+@pytest.fixture
+def on_cpu(kernels, monkeypatch):
+    """The kernels, with the contract's problems on the CPU."""
+    problem, dlse = contract.Case.problem, contract.Case.dlse
+    monkeypatch.setattr(contract.Case, "problem", lambda self, device="cpu": problem(self))
+    monkeypatch.setattr(contract.Case, "dlse", lambda self, device="cpu": dlse(self))
+    return kernels
+
+
+def _case(**changes) -> contract.Case:
+    sizes = {"seqlen_q": 128, "seqlen_k": 256, "batch": 2, "heads": 2}
+    kernel = {"dtype": "bfloat16", "head_dim": 64, "part": NAME}
+    return contract.Case(**{"generator": "gaussian", **kernel, **sizes, **changes})
+
+
+def _leaves(problem, wanting="qkv"):
+    return [getattr(problem, name).requires_grad_(name in wanting) for name in "qkv"]
+
+
+# ---- autograd ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", ["out", "lse", "both"])
+def test_gradients_are_the_oracles(kernels, of):
+    case = _case(of_lse=of != "out")
+    problem, dlse = case.problem(), case.dlse()
+    leaves = _leaves(problem)
+    out, lse = kernels.stage.attention(*leaves, return_lse=True)
+    assert out.requires_grad and lse.requires_grad
+    if of == "lse":
+        problem.dout.zero_()
+        lse.backward(dlse)
+    else:
+        pairs = [(out, problem.dout)] + ([(lse, dlse)] if of == "both" else [])
+        torch.autograd.backward(*zip(*pairs))
+    made = [x.grad for x in leaves]
+    assert [x.dtype for x in made] == [torch.bfloat16] * 3
+    problem = dataclasses.replace(problem, **{n: x.detach() for n, x in zip("qkv", leaves)})
+    for verdict in contract.judge_gradients(problem, *made, dlse):
+        verdict.check()
+    assert kernels.kinds == ["preprocess", "backward", "postprocess"]
+
+
+def test_what_the_kernels_are_given(kernels):
+    """Sizes, dtypes and units as in `compile.arguments`; a dLSE that is not there has stride 0."""
+    problem = _case().problem()
+    leaves = _leaves(problem)
+    kernels.stage.attention(*leaves, softmax_scale=0.25).backward(problem.dout)
+    (_, pre), (_, main), (_, post) = kernels.calls
+    rows, keys = (2, 128, 2, 64), (2, 256, 2, 64)
+    assert [tuple(x.shape) for x in pre] == [
+        rows,
+        rows,
+        (2, 2, 128),
+        (2, 2, 128),
+        (2, 2, 1, 2, 128),
+        rows,
+    ]
+    assert pre[3].stride() == (0, 0, 0) and not pre[3].any()
+    assert [tuple(x.shape) for x in main[:8]] == [
+        rows,
+        keys,
+        keys,
+        rows,
+        (2, 2, 1, 2, 128),
+        rows,
+        keys,
+        keys,
+    ]
+    assert main[8:] == (0.25 * gradients.LOG2_E, 0.25) and post[2] == 0.25
+    assert main[4] is pre[4] and main[5] is pre[5] is post[0]
+    assert [x.dtype for x in (pre[4], pre[5])] == [torch.float32] * 2
+    assert all(x.is_contiguous() for x in (pre[4], pre[5], main[6], main[7], post[1]))
+
+
+@pytest.mark.parametrize("wanting", ["q", "kv", "v"])
+def test_only_inputs_that_want_gradients_get_them(kernels, wanting):
+    problem = _case().problem()
+    leaves = _leaves(problem, wanting)
+    kernels.stage.attention(*leaves).sum().backward()
+    assert [x.grad is not None for x in leaves] == [name in wanting for name in "qkv"]
+
+
+def test_without_gradients_nothing_is_kept(kernels):
+    problem = _case().problem()
+    out = kernels.stage.attention(problem.q, problem.k, problem.v)
+    assert out.grad_fn is None
+    leaves = _leaves(problem)
+    with torch.no_grad():
+        assert kernels.stage.attention(*leaves).grad_fn is None
+    assert not kernels.calls
+
+
+def test_dout_is_copied_only_where_it_must_be(kernels):
+    problem = _case().problem()
+
+    def given_for(dout):
+        kernels.calls.clear()
+        kernels.stage.attention(*_leaves(problem)).backward(dout)
+        return kernels.calls[0][1][1]
+
+    dout = problem.dout
+    assert given_for(dout).data_ptr() == dout.data_ptr()
+    turned = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    assert given_for(turned).stride() == turned.stride()
+    shared = dout[:1].expand_as(dout)
+    assert given_for(shared).stride() == shared.stride()
+    one = dout[:1, :1, :1, :1].expand_as(dout)
+    late = torch.zeros(dout.numel() + 1, dtype=dout.dtype)[1:].view(dout.shape)
+    odd = torch.zeros(*dout.shape[:3], dout.shape[3] + 1, dtype=dout.dtype)[..., :-1]
+    for x in (one, late, odd):
+        found = given_for(x)
+        assert found.is_contiguous() and found.data_ptr() % 16 == 0 and torch.equal(found, x)
+
+
+def test_a_second_derivative_is_refused(kernels):
+    problem = _case().problem()
+    leaves = _leaves(problem)
+    out = kernels.stage.attention(*leaves)
+    first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+    assert all(x.requires_grad for x in first)
+    with pytest.raises(RuntimeError, match="stage 07 cannot be differentiated again: its backward"):
+        torch.autograd.grad(first[0].sum(), leaves[0])
+
+
+def test_inputs_changed_between_the_passes_are_refused(kernels):
+    problem = _case().problem()
+    k = problem.k.requires_grad_()
+    out = kernels.stage.attention(problem.q, k, problem.v)
+    problem.v.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_the_backward_runs_in_the_mode_of_its_forward(kernels):
+    """Autograd may call it in another thread, or when the `with` is over."""
+    problem = _case().problem()
+    with execution("rewritten", log=True):
+        out = kernels.stage.attention(*_leaves(problem))
+    out.sum().backward()
+    assert kernels.modes == [("rewritten", True)] * 3
+
+
+def test_a_stage_without_a_backward_still_refuses(stage):
+    q = torch.zeros(1, 128, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="stage 01 has no backward pass, but q requires grad"):
+        stage.attention(q.clone().requires_grad_(), q, q)
+
+
+# ---- statistics ----------------------------------------------------------------------------
+
+
+def test_statistics_of_rows_lie_by_tiles():
+    generator = torch.Generator().manual_seed(3)
+    out, dout = (torch.randn(2, 256, 3, 64, generator=generator).bfloat16() for _ in "ab")
+    lse, dlse = (torch.randn(2, 3, 256, generator=generator) for _ in "ab")
+    found = gradients.statistics(out, lse, dout, dlse)
+    assert found.shape == (2, 3, 2, 2, 128) and found.is_contiguous()
+    row = (out[1, 130, 2].double() * dout[1, 130, 2].double()).sum() - dlse[1, 2, 130].double()
+    assert found[1, 2, 1, 1, 2].item() == pytest.approx(row.item(), rel=1e-5)
+    assert found[1, 2, 1, 0, 2] == lse[1, 2, 130] * gradients.LOG2_E
+    without = gradients.statistics(out, lse, dout)
+    assert torch.equal(without, gradients.statistics(out, lse, dout, torch.zeros_like(dlse)))
+
+
+# ---- the model of a part -------------------------------------------------------------------
+
+
+@pytest.fixture
+def modelled(kernels):
+    """The part with a model that keeps what it is given."""
+    part = kernels.stage.part(NAME)
+
+    class Model:
+        given = None
+
+        @classmethod
+        def run(cls, *arguments):
+            cls.given = arguments
+            q, k, v, dout, stats, scale, *_ = arguments
+            sums = torch.zeros(q.shape), torch.empty_like(k), torch.empty_like(v)
+            backward(q, k, v, dout, stats, *sums, scale * gradients.LOG2_E, scale)
+            run = {"dq": (sums[0] * scale).to(q.dtype), "dk": sums[1], "dv": sums[2]}
+            return type("Run", (), {**run, "findings": ()})
+
+    part.model = Model
+    return part
+
+
+def test_a_part_is_simulated_after_an_exact_forward(kernels, modelled):
+    problem = _case().problem()
+    modelled.simulate_problem(problem, max_ctas=3)
+    *tensors, stats, scale, machine, max_ctas = modelled.model.given
+    assert all(x is y for x, y in zip(tensors, (problem.q, problem.k, problem.v, problem.dout)))
+    assert (scale, machine.name, max_ctas) == (0.125, "B200", 3)
+    out, lse = kernels.forward(None, contract_gradients.check(modelled, *tensors[:3]), *tensors[:3])
+    assert torch.equal(stats, gradients.statistics(out, lse, problem.dout))
+    given = {"out": torch.zeros_like(out), "lse": lse + 1, "dlse": lse}
+    modelled.simulate_problem(problem, **given)
+    wanted = gradients.statistics(given["out"], lse + 1, problem.dout, lse)
+    assert torch.equal(modelled.model.given[4], wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"dout": None}, TypeError, "dout must be a torch.bfloat16 tensor on cpu; got NoneType"),
+        ({"dout": torch.zeros(2, 128, 2, 64)}, TypeError, "dout must be a torch.bfloat16 tensor"),
+        ({"lse": torch.zeros(2, 128, 2)}, ValueError, r"lse must have shape \(2, 2, 128\); got"),
+        ({"dlse": torch.zeros(2, 2, 128).half()}, TypeError, "dlse must be a torch.float32"),
+        ({"out": torch.zeros(1).bfloat16()}, ValueError, r"out must have shape \(2, 128, 2, 64\)"),
+        ({"q": torch.zeros(2, 100, 2, 64).bfloat16()}, ValueError, "multiple of 128; got 100"),
+    ],
+)
+def test_bad_arguments_of_simulate_are_refused(modelled, change, error, words):
+    problem = _case().problem()
+    given = {name: getattr(problem, name) for name in ("q", "k", "v", "dout")}
+    with pytest.raises(error, match=words):
+        modelled.simulate(**{**given, **change})
+
+
+def test_a_part_without_a_model_says_so(kernels):
+    problem = _case().problem()
+    with pytest.raises(ValueError, match="part 07/preprocess has no model"):
+        kernels.stage.part("preprocess").simulate_problem(problem)
+
+
+def test_the_model_tier_covers_gradients(kernels, modelled):
+    cases = [case for case in contract.host_cases(kernels.stage) if case.part]
+    assert {case.part for case in cases} == {NAME}
+    assert {(c.dtype, c.head_dim, c.of_lse) for c in cases} == {
+        (t, d, of_lse) for t in ("bfloat16", "float16") for d in (64, 128) for of_lse in (0, 1)
+    }
+    assert {case.generator for case in cases} == set(contract.generators())
+    assert contract.models(kernels.stage) == [kernels.stage, modelled]
+    names = [row.name for row in contract.check_model(kernels.stage, _case(of_lse=True))]
+    assert names == ["dq", "dk", "dv"]
+    modelled.model = None
+    assert not [case for case in contract.host_cases(kernels.stage) if case.part]
+
+
+# ---- the contract's checks -----------------------------------------------------------------
+
+
+def test_gradients_are_checked_where_a_stage_has_them(kernels, stage):
+    assert contract_gpu.checks(stage) == contract_gpu.GPU_CHECKS
+    both = contract_gpu.GPU_CHECKS | contract_gradients.GRADIENT_CHECKS
+    assert contract_gpu.checks(kernels.stage) == both
+    assert not [case for case in contract.gpu_cases(stage) if case.part]
+    cases = [case for case in contract.gpu_cases(kernels.stage) if case.part]
+    assert len(cases) <= contract.MAX_CASES and len({str(case) for case in cases}) == len(cases)
+    assert {case.seqlen_q for case in cases} == set(contract.GPU_GRADIENT_SIZES["seqlen_q"])
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_right_kernels_pass(on_cpu, name):
+    contract_gradients.GRADIENT_CHECKS[f"gradients_{name}"](on_cpu.stage)
+
+
+@pytest.mark.parametrize("generator", contract.generators())
+def test_right_kernels_pass_a_case(on_cpu, generator):
+    case = _case(generator=generator, of_lse=True)
+    names = [row.name for row in contract_gpu.check_gpu_case(on_cpu.stage, case)]
+    assert names == ["dq", "dk", "dv"]
+
+
+def _without_dlse(mO, mdO, mLSE, mdLSE, *written):
+    preprocess(mO, mdO, mLSE, torch.zeros_like(mdLSE), *written)
+
+
+def _without_zeros(*arguments):
+    stats = arguments[4]
+    accumulator = arguments[5].clone()
+    preprocess(*arguments)
+    arguments[5].copy_(accumulator)
+    assert stats.isfinite().all()
+
+
+def _without_d(mQ, mK, mV, mdO, mStats, *rest):
+    stats = mStats.clone()
+    stats[..., 1, :] = 0
+    backward(mQ, mK, mV, mdO, stats, *rest)
+
+
+def _unscaled_dk(*arguments):
+    backward(*arguments[:-1], 1.0)
+
+
+def _one_row_of_dv_left_out(*arguments):
+    kept = arguments[7][0, 3].clone()
+    backward(*arguments)
+    arguments[7][0, 3] = kept
+
+
+def _writes_beside_dk(*arguments):
+    backward(*arguments)
+    dk = arguments[6]
+    dk.as_strided((1,), (1,), dk.storage_offset() + dk.numel()).zero_()
+
+
+def _writes_dout(*arguments):
+    backward(*arguments)
+    arguments[3].mul_(2)
+
+
+def _half_of_p(mQ, mK, mV, mdO, mStats, mdQ_accum, mdK, mdV, scale_log2, softmax_scale):
+    backward(mQ, mK, mV, mdO, mStats, mdQ_accum, mdK, mdV, scale_log2, softmax_scale)
+    p = probabilities(mQ, mK, mStats, scale_log2)
+    mdV.copy_((0.5 * p.mT @ mdO.float().transpose(1, 2)).transpose(1, 2))
+
+
+def _unscaled_dq(mdQ_accum, mdQ, softmax_scale):
+    postprocess(mdQ_accum, mdQ, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "words"),
+    [
+        ("preprocess", _without_dlse, "d[qk]: FAILED"),
+        ("preprocess", _without_zeros, "NaN, the oracle is not|never written"),
+        ("backward", _without_d, "dq: FAILED"),
+        ("backward", _unscaled_dk, "dk: FAILED"),
+        ("backward", _one_row_of_dv_left_out, r"never written \(still poison\)"),
+        ("backward", _writes_beside_dk, "1 elements outside the output were written"),
+        ("backward", _writes_dout, "dout was written"),
+        ("backward", _half_of_p, "dv: FAILED"),
+        ("postprocess", _unscaled_dq, "dq: FAILED"),
+    ],
+)
+def test_a_planted_fault_fails_a_case(on_cpu, kind, fault, words):
+    on_cpu.by_kind[kind] = fault
+    with pytest.raises(AssertionError, match=words):
+        contract_gpu.check_gpu_case(on_cpu.stage, _case(of_lse=True))
+
+
+def _noisy(name, size):
+    """`backward` whose result differs a little from call to call."""
+    generator = torch.Generator().manual_seed(0)
+
+    def run(*arguments):
+        backward(*arguments)
+        x = arguments[{"dq": 5, "dk": 6}[name]]
+        x.mul_(1 + size * torch.randn(x.shape, generator=generator))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "words"),
+    [("dk", 0.01, "dk differs"), ("dq", 0.05, "more than the order of their sum")],
+)
+def test_results_that_change_from_run_to_run_fail(on_cpu, name, size, words):
+    on_cpu.by_kind["backward"] = _noisy(name, size)
+    with pytest.raises(AssertionError, match=words):
+        contract_gradients.gradients_repeats(on_cpu.stage)
+
+
+def test_dq_may_differ_by_the_order_of_its_sum(on_cpu):
+    on_cpu.by_kind["backward"] = _noisy("dq", 2.0**-25)
+    contract_gradients.gradients_repeats(on_cpu.stage)
+
+
+def test_zeros_must_be_exact(on_cpu):
+    def nearly(*arguments):
+        backward(*arguments)
+        arguments[7][0, 0, 0, 0] += 1e-30
+
+    on_cpu.by_kind["backward"] = nearly
+    with pytest.raises(AssertionError, match="1 elements of dv are not 0"):
+        contract_gradients.gradients_zero_dout(on_cpu.stage)
+
+
+def test_wrong_statistics_fail(on_cpu):
+    def wrong(*arguments):
+        preprocess(*arguments)
+        arguments[4][0, 0, 0, 1, 5] += 0.01
+
+    on_cpu.by_kind["preprocess"] = wrong
+    with pytest.raises(AssertionError, match="statistics are wrong"):
+        contract_gradients.gradients_statistics(on_cpu.stage)
+
+
+def test_a_part_alone_gives_what_devices_compare(on_cpu):
+    """The executed log and mutation run one launch: the part's, on the oracle's forward."""
+    problem = _case().problem()
+    part = on_cpu.stage.part(NAME)
+    dq_accum, dk, dv = contract_gpu.run_problem(part, problem)
+    assert on_cpu.kinds == ["backward"]
+    made = (dq_accum * 0.125).to(torch.bfloat16), dk, dv
+    for verdict in contract.judge_gradients(problem, *made):
+        verdict.check()
+    assert not numerics.unwritten(dq_accum)
