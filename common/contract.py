@@ -20,6 +20,7 @@ import torch
 
 from . import facts, inputs, mutation, numerics, reference
 from .compile import CompiledKernel, CompileKey, DslMissing, require_dsl
+from .hopper.steps import Names
 from .model import observe
 from .ordering import Ordering
 from .pairwise import pairwise
@@ -406,6 +407,15 @@ def listed_a1_edges(stage: KernelSource, head_dim: int) -> set[tuple[str, str]]:
     found = A1_LISTED.findall(page.read_text(encoding="utf-8"))
     pairs = [pair for name, text in found if name == stage.name for pair in A1_PAIR.findall(text)]
     return {(first, second) for first, second, only in pairs if only in ("", str(head_dim))}
+
+
+def logged_a1_edges(stage: KernelSource, head_dim: int) -> set[tuple[str, str]]:
+    """The same in the names of an executed log, which knows columns: those that share them all
+    have one name."""
+    plan = stage.config.plan(head_dim)
+    regions, names = {row.name: row for row in plan.tmem}, Names(plan)
+    known = lambda name: names.columns(regions[name].column, regions[name].columns)
+    return {(known(a), known(b)) for a, b in listed_a1_edges(stage, head_dim)}
 
 
 def check_a1(stage: KernelSource, head_dim: int) -> None:

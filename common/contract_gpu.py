@@ -16,7 +16,7 @@ import torch
 
 from . import contract_gradients, inputs, mutation, numerics
 from .conformance import conform
-from .contract import Case, compile_skip_reason, gpu_cases, judge, listed_a1_edges
+from .contract import Case, compile_skip_reason, gpu_cases, judge, logged_a1_edges
 from .envelope import check
 from .executed import check_log
 from .grid import cta_tiles, grid
@@ -272,7 +272,6 @@ def log_problems(stage: KernelSource, dtype: str, head_dim: int) -> dict[str, in
     """What is executed with the log: the problems of mutation, and a grid in all directions."""
     (tiles, tile), unit = cta_tiles(stage, head_dim), stage.config.ENVELOPE.seqlen_multiple
     found = mutation.stage_problems(stage, head_dim, "cuda", dtype)
-    del found["ascending_max"]  # the steps do not depend on values
     owned, visited = (tiles + 1) * tile, 3 * unit
     lengths = (visited, owned) if stage.kind == "backward" else (owned, visited)
     shape = Case("gaussian", dtype, head_dim, *lengths, batch=2, heads=2)
@@ -292,7 +291,7 @@ def check_executed(stage: KernelSource, dtype: str, head_dim: int) -> Executed:
             edges |= {(a.removeprefix("mma "), b.removeprefix("mma ")) for a, b in verdict.a1_edges}
             acts += compared.acts
             logs.append(verdict)
-    listed = listed_a1_edges(stage, head_dim)
+    listed = logged_a1_edges(stage, head_dim)
     assert edges == listed, f"only A1 orders {sorted(edges)}, the page lists {sorted(listed)}"
     sizes = sum(row.events for row in logs), sum(row.size for row in logs)
     return Executed(len(logs), *sizes, acts, tuple(sorted(edges)))

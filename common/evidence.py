@@ -186,11 +186,11 @@ def unlogged(stage: Stage, run: dict[str, Any]) -> list[str]:
 
 def _unlogged(source: KernelSource, kernels: list[dict], mutations: list[dict]) -> list[str]:
     """The same of one stage or part with tensor memory, whose kernels ran."""
-    from .contract import listed_a1_edges
+    from .contract import logged_a1_edges
 
     found = []
     for kernel in kernels:
-        log, listed = kernel.get("log", {}), listed_a1_edges(source, kernel["head_dim"])
+        log, listed = kernel.get("log", {}), logged_a1_edges(source, kernel["head_dim"])
         if not (log.get("clean") and log.get("conforms")):
             found.append(f"{kernel['key']} has no clean log that conforms to the model")
         elif sorted(log["a1_edges"]) != sorted(map(list, listed)):

@@ -253,7 +253,7 @@ def test_logs_of_a_backward_see_a_grid_in_all_directions(backward, monkeypatch):
     monkeypatch.setattr(mutation, "stage_problems", on_cpu)
     made = contract_gpu.log_problems(backward, "float16", 64)
     assert (made["grid"].q.shape, made["grid"].k.shape) == ((2, 384, 2, 64), (2, 384, 2, 64))
-    assert grid(backward, made["grid"]).ctas == 8 and "ascending_max" not in made
+    assert grid(backward, made["grid"]).ctas == 8 and "ascending_max" in made
 
 
 def test_a_model_of_a_backward_is_mutated_by_its_gradients(backward, monkeypatch):
@@ -308,6 +308,15 @@ def test_edges_of_a_part_are_listed_by_its_name(seven, tmp_path, monkeypatch):
     assert contract.listed_a1_edges(part, 64) == {("dV", "S"), ("dK", "dP")}
     assert contract.listed_a1_edges(part, 128) == {("dV", "S")}
     assert contract.listed_a1_edges(seven.part("preprocess"), 64) == set()
+
+
+def test_a_log_has_one_name_for_regions_of_the_same_columns():
+    """At head dim 128 dQ takes all columns of dP, at 64 half of them."""
+    part = load(7).part("backward_1cta")
+    assert ("dK", "dQ") in contract.listed_a1_edges(part, 128)
+    assert contract.logged_a1_edges(part, 128) == {("dV", "S"), ("dK", "dP")}
+    assert contract.logged_a1_edges(part, 64) == {("dV", "S"), ("dK", "dQ"), ("dK", "dP")}
+    assert contract.logged_a1_edges(load(6), 128) == contract.listed_a1_edges(load(6), 128)
 
 
 # ---- evidence ------------------------------------------------------------------------------
