@@ -173,6 +173,50 @@ def table(points: Sequence[dict]) -> str:
     return "\n".join(lines)
 
 
+# --- figure -------------------------------------------------------------------------------------
+
+
+def plot_rows() -> list[dict]:
+    """Softmax cycles on a B200 and live registers of every point without spills, by degree."""
+    found = results()
+    best = [p for head_dim in HEAD_DIMS for p in frontier(found, "B200", head_dim)]
+    return [
+        {
+            "head dim": f"head dim {p['head_dim']}",
+            "degree": str(p["degree"]) if p["emulated"] else "none",
+            "emulated": p["emulated"],
+            "cycles": max(p["cycles"][name] for name in ("mufu", "fma", "alu", "issue_all_max")),
+            "live": p["live"],
+            "frontier": p in best,
+        }
+        for p in found
+        if not p["spills"]
+    ]
+
+
+def chart():
+    """An altair chart of `plot_rows`."""
+    alt = studies.require_altair()
+    names = ["none", *map(str, DEGREES)]
+    hues = alt.Scale(domain=names, range=["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7"])
+    scale = alt.Scale(zero=False)
+    base = alt.Chart(alt.Data(values=plot_rows())).encode(
+        x=alt.X("cycles:Q", title="busiest of MUFU, FMA, ALU and issue, cycles", scale=scale),
+        y=alt.Y("live:Q", title="live registers", scale=scale),
+        color=alt.Color("degree:N", scale=hues),
+    )
+    beaten = base.mark_point(size=60).transform_filter("!datum.frontier")
+    best = base.mark_point(size=60, filled=True, opacity=1).transform_filter("datum.frontier")
+    shares = base.mark_text(dx=12, fontSize=9).encode(text="emulated:Q")
+    heading = alt.Title(
+        "Cost of degree and share on a B200; filled: the frontier",
+        subtitle="Derived, not measured: compiled code. Numbers: emulated of 128.",
+    )
+    layers = (beaten + best + shares).properties(width=270, height=280)
+    facets = layers.facet(alt.Facet("head dim:N", title=None))
+    return facets.properties(title=heading).configure(font=studies.FONT)
+
+
 def main() -> None:
     """Compile, write, print."""
     studies.require_checkout(RESULTS.parent)

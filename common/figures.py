@@ -13,7 +13,7 @@ import pathlib
 import re
 from importlib.metadata import version
 
-from . import exp2_share, exp2_study, rescaling, roofline
+from . import exp2_frontier, exp2_share, exp2_study, rescaling, roofline
 from .studies import require_checkout
 from .timeline import require_altair
 
@@ -23,6 +23,7 @@ FIGURES = {  # file: what it shows as data, and how it is drawn
     "roofline.svg": (roofline.plot_rows, roofline.chart),
     "exp2-error.svg": (exp2_study.plot_rows, exp2_study.chart),
     "exp2-histogram.svg": (exp2_study.histogram_rows, exp2_study.histogram_chart),
+    "exp2-frontier.svg": (exp2_frontier.plot_rows, exp2_frontier.chart),
     "exp2-share.svg": (exp2_share.plot_rows, exp2_share.chart),
     "rescaling.svg": (rescaling.plot_rows, rescaling.chart),
 }
