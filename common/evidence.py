@@ -62,6 +62,7 @@ MUTATION_FIELDS = {  # `device_mutation.Report.counts`
 }
 TEST_FIELDS = {"passed": int, "failed": int, "skipped": int}
 MODES = ("native", "rewritten")
+HOPPER = "H100", "H200", "H20", "H800"  # in the name of an sm_90 GPU
 
 
 class EvidenceError(ValueError):
@@ -86,11 +87,23 @@ def validate(evidence: dict[str, Any], stage: Stage) -> None:
             _fields(kernel, KERNEL_FIELDS, f"run {number}, kernel {kernel.get('key')}")
             if kernel.get("part", "") not in ("", *stage.parts):
                 raise EvidenceError(f"run {number}: {kernel['key']} is of no part of the stage")
+            _validate_kernel(kernel, run, stage, f"run {number}, {kernel['key']}")
             _validate_log(kernel, f"run {number}, log of {kernel['key']}")
         if "mutation" in run:
             _fields(run, {"mutation": list}, f"run {number}")
         for row in run.get("mutation", []):
             _validate_mutation(row, run, f"run {number}, mutation")
+
+
+def _validate_kernel(kernel: dict[str, Any], run: dict[str, Any], stage: Stage, where: str) -> None:
+    """Rewritten code runs on Hopper alone; registers are those that the stage declares (-1: no
+    disassembler was there)."""
+    if run["mode"] == "rewritten" and not any(name in run["gpu"] for name in HOPPER):
+        raise EvidenceError(f"{where}: rewritten code does not run on {run['gpu']}")
+    source = stage.part(kernel.get("part", ""))
+    declared = source.config.DECLARED.get(kernel["head_dim"], {}).get("registers")
+    if isinstance(declared, int) and kernel["registers"] not in (-1, declared):
+        raise EvidenceError(f"{where}: {kernel['registers']} registers, declared are {declared}")
 
 
 def _validate_log(kernel: dict[str, Any], where: str) -> None:

@@ -132,11 +132,6 @@ def table(executed: Mapping[str, Mapping]) -> str:
     return "\n".join(lines)
 
 
-@functools.cache
-def _problem(name: str) -> inputs.Problem:
-    return inputs.make(name, **SIZE)
-
-
 # --- figure -------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from flash_ladder.common.ptx import ptx_hash
 ROOT = pathlib.Path(__file__).parent.parent
 RUN = {
     "date": "2026-01-31",
-    "gpu": "Some GPU",
+    "gpu": "Some H200",
     "driver": "580.1",
     "torch": "2.13.0",
     "dsl": "4.8.1",
@@ -37,7 +37,7 @@ RUN = {
             "dtype": "float16",
             "head_dim": 64,
             "ptx_sha256": "0" * 64,
-            "registers": 200,
+            "registers": -1,
             "cases": 20,
             "failed": 0,
             "worst": {},
@@ -235,13 +235,13 @@ def _file(tmp_path, *runs: dict) -> pathlib.Path:
 def test_a_mutation_goes_to_the_newest_rewritten_run_of_its_ptx(stage, tmp_path):
     rewritten = _run(mode="rewritten")
     other = _run(kernel={"ptx_sha256": "1" * 64}, mode="rewritten")
-    path = _file(tmp_path, rewritten, _run(mode="rewritten", gpu="newest"), other, RUN)
+    path = _file(tmp_path, rewritten, _run(mode="rewritten", gpu="newest H200"), other, RUN)
     assert add_mutation(path, stage, MUTATION) is None
     runs = json.loads(path.read_text())["runs"]
     assert [run.get("mutation") for run in runs] == [None, [MUTATION], None, None]
     assert [{k: v for k, v in run.items() if k != "mutation"} for run in runs] == [
         rewritten,
-        _run(mode="rewritten", gpu="newest"),
+        _run(mode="rewritten", gpu="newest H200"),
         other,
         RUN,
     ]
@@ -367,7 +367,7 @@ def test_another_hash_is_stale(stage, recorded):
     recorded["kernels"][0]["ptx_sha256"] = "0" * 64
     (reason,) = stale(stage, _evidence(recorded))
     assert reason == (
-        f"01-sm_100a-float16-d64: the code that ran on Some GPU on {recorded['date']} is not "
+        f"01-sm_100a-float16-d64: the code that ran on Some H200 on {recorded['date']} is not "
         "today's; run `flash-ladder verify 1` on such a GPU"
     )
 
@@ -375,13 +375,15 @@ def test_another_hash_is_stale(stage, recorded):
 def test_failed_cases_are_no_evidence(stage, recorded):
     recorded["kernels"][0]["failed"] = recorded["tests"]["failed"] = 2
     assert stale(stage, _evidence(recorded)) == [
-        "01-sm_100a-float16-d64: 2 cases failed on Some GPU"
+        "01-sm_100a-float16-d64: 2 cases failed on Some H200"
     ]
 
 
 def test_failed_checks_are_no_evidence(stage, recorded):
     recorded["tests"]["failed"] = 1
-    assert stale(stage, _evidence(recorded)) == [f"{recorded['date']}: 1 checks failed on Some GPU"]
+    assert stale(stage, _evidence(recorded)) == [
+        f"{recorded['date']}: 1 checks failed on Some H200"
+    ]
 
 
 def test_another_dsl_is_stale(stage, recorded):
@@ -406,7 +408,7 @@ def test_a_changed_line_of_kernel_code_makes_evidence_stale(recorded, copy_sourc
     path.write_text(path.read_text().replace(line, "minus_max = row_max * -scale_log2 - 1.0"))
     code = STALE.format(recorded=json.dumps(_evidence(recorded)))
     (reason,) = json.loads(run_python(code, folder))
-    assert "01-sm_100a-float16-d64: the code that ran on Some GPU" in reason
+    assert "01-sm_100a-float16-d64: the code that ran on Some H200" in reason
 
 
 def test_a_rewritten_run_without_logs_is_stale(dsl, recorded):
@@ -455,3 +457,17 @@ def test_the_page_of_the_log_shows_what_is_left_out(family):
     assert [int(cell) for cell in row.split("|")] == [
         sum(row[name] for row in counts) for name in names
     ]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [({"gpu": "NVIDIA B200"}, "does not run on NVIDIA B200"), ({"registers": 64}, "64 registers")],
+)
+def test_evidence_that_cannot_be_is_refused(change, words):
+    stage = load(6)
+    told = copy.deepcopy(stage.evidence)
+    validate(told, stage)
+    (run,) = told["runs"]
+    (run if "gpu" in change else run["kernels"][0]).update(change)
+    with pytest.raises(EvidenceError, match=words):
+        validate(told, stage)

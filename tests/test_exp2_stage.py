@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stage 05 says of its exponentials: the polynomial, how many, and what the model computes."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -47,13 +49,20 @@ def test_what_must_be_exact_is():
     assert exp2.exp2(far, CONFIG.POLYNOMIAL).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_live_nan_reaches_its_row_beside_the_emulated_columns():
-    """An emulated column alone would lose it: the row maximum is NaN, and so is every other."""
+def test_an_emulated_exponential_loses_a_nan():
+    assert MODEL.exp2_emulated(torch.tensor([math.nan])).item() <= 2.0**-126  # 0 in the kernel
+
+
+@pytest.mark.parametrize("number", [5, 6])
+def test_the_row_maximum_carries_a_nan_that_an_emulated_column_loses(number):
+    """One NaN key, in a column on the FMA units: every row of its head is NaN all the same."""
+    stage = load(number)
+    chunk = next(i for i, pairs in enumerate(stage.config.EMULATED[64]) if pairs)
+    key = chunk * stage.config.CHUNK  # the first pair of a chunk that has any
     q, k, v = (torch.randn(1, rows, 1, 64).bfloat16() for rows in (256, 128, 128))
-    q[0, 5, 0, 3] = float("nan")
-    run = STAGE.simulate(q, k, v, softmax_scale=0.125)
-    assert run.out[0, 5].isnan().all() and run.out.isnan().any(-1).sum() == 1
-    assert run.lse[0, 0, 5].isnan()
+    k[0, key, 0, 3] = float("nan")
+    run = stage.simulate(q, k, v, softmax_scale=0.125)
+    assert run.out.isnan().all() and run.lse.isnan().all()
 
 
 @pytest.mark.parametrize("head_dim", CONFIG.ENVELOPE.head_dims)

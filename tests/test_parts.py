@@ -359,7 +359,7 @@ def test_evidence_covers_every_part(seven, recorded):
     rows = copy.deepcopy(recorded["kernels"])
     rows[1]["ptx_sha256"] = "1" * 64
     (reason,) = _stale(seven, {**recorded, "kernels": rows})
-    assert reason.startswith("07-preprocess-sm_100a-float16-d64: the code that ran on Some GPU")
+    assert reason.startswith("07-preprocess-sm_100a-float16-d64: the code that ran on Some H200")
 
 
 def test_evidence_of_an_unknown_part_is_refused(seven, recorded):

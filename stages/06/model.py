@@ -198,7 +198,7 @@ def update_max(role: Role, s: torch.Tensor, row_max: torch.Tensor, scale_log2: f
 
 def exp2_emulated(x: torch.Tensor):
     """2**x by floor, polynomial and exponent; only the roundings of FMA are not the kernel's."""
-    x = x.clamp(min=config.SMALLEST)  # NaN stays NaN
+    x = torch.fmax(x, torch.tensor(config.SMALLEST))  # NaN is a missing operand, as in the kernel
     n = x.floor()
     p = torch.full_like(x, config.POLYNOMIAL[-1])
     for c in reversed(config.POLYNOMIAL[:-1]):
