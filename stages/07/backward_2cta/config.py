@@ -122,7 +122,8 @@ def _products() -> tuple[Barrier, ...]:
     all_reduce = (Arrival("REDUCE", ctas=CTAS),)
     return (
         Barrier("s_full", commit, compute, "S is complete"),
-        Barrier("p_full", all_compute, mma, "P is complete, S has been read"),
+        Barrier("s_read", all_compute, mma, "S is in registers: P and dQ may overwrite it"),
+        Barrier("p_full", all_compute, mma, "P is complete"),
         Barrier("dp_full", commit, compute, "dP is complete"),
         Barrier("ds_full", all_compute, mma, "dS is complete but for the copies, dP has been read"),
         Barrier("dq_full", commit, (*reduce, *compute), "dQ is complete, sdS and sdX are free"),

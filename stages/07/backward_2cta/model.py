@@ -223,7 +223,7 @@ def dq(role: Role, cta: Cta, step: int):
     if step == 0:
         yield from role.wait("kt_full", 0, step)  # LOAD and TMA arrive
     if step < cta.m_tiles - 1:
-        yield from role.wait("p_full", step % 2 ^ 1, step)  # COMPUTE of both CTAs arrives
+        yield from role.wait("s_read", step % 2 ^ 1, step)  # COMPUTE of both CTAs arrives
         role.fence_after()
     yield from role.wait("dx_both", step % 2, step)  # RELAY of both CTAs arrives
     mma_dq(role, cta, step)
@@ -231,10 +231,9 @@ def dq(role: Role, cta: Cta, step: int):
 
 
 def add_dv(role: Role, cta: Cta, step: int):
-    """dV of a step, whose P is there since its dQ, or now."""
-    if step == 0:
-        yield from role.wait("p_full", 0, step)  # COMPUTE of both CTAs arrives
-        role.fence_after()
+    """dV of a step, when P is there."""
+    yield from role.wait("p_full", step % 2, step)  # COMPUTE of both CTAs arrives
+    role.fence_after()
     yield from role.wait("dot_full", step % 2, step)  # LOAD and TMA arrive
     mma_add(role, cta, cta.tdV, cta.tP, cta.sdOt, "dV", step)
     role.commit("dot_empty", multicast=True)  # LOAD waits
@@ -274,6 +273,8 @@ def probabilities(role: Role, cta: Cta, half: int, slot: int, step: int):
     parts = []
     whole = yield from role.tmem_load(cta.tS.part(half * config.HALF, config.HALF), step)
     yield from role.wait_ld()
+    role.fence_before()
+    role.arrive("s_read", to=LEADER)  # MMA waits
     for part in range(0, config.HALF, config.CHUNK):
         s = whole[:, part : part + config.CHUNK]
         lse = role.read(statistics(cta, slot, 0, half * config.HALF + part), by_all=True)
