@@ -49,12 +49,15 @@ def operand_layout(shape, major: str, dtype, stages: int):
     return tcgen05.tile_to_mma_shape(atom, cute.append(shape, stages), order=order)
 
 
-def tma_load(mma, operand: str, mX, layout, tile):
-    """TMA atom and tensor that load one stage of `operand` ("A", "B"); tile: (M, N, K)."""
+def tma_load(mma, operand: str, mX, layout, tile, ctas=1):
+    """TMA atom and tensor that load one stage of `operand` ("A", "B"); tile: (M, N, K).
+
+    In a pair each CTA loads its part, and the bytes count on the barrier of the leader.
+    """
     make = getattr(cute.nvgpu, f"make_tiled_tma_atom_{operand}")
-    op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
+    op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup(ctas))
     stage = cute.select(layout, mode=[0, 1, 2])
-    return make(op, mX, stage, tile, mma, (1, 1, 1, 1))
+    return make(op, mX, stage, tile, mma, (ctas, 1, 1, 1))
 
 
 def tma_views(load, sX, tXgX):

@@ -10,7 +10,7 @@ from ...common import arith
 from ...common.tcgen05 import fence_after, fence_before, tmem_copy
 from . import config
 from .epilogue import epilogue
-from .mma import position, ring
+from .relay import arrive_at_leader
 
 
 @cute.jit
@@ -44,15 +44,17 @@ def store_columns(rX: cute.Tensor, tX: cute.Tensor, part, tidx: Int32):
 
 
 @cute.jit
-def probabilities(tS, tP, rP: cute.Tensor, sLSE: cute.Tensor, scale_log2: Float32, tidx: Int32):
+def probabilities(tS, tP, rP, sLSE: cute.Tensor, bars, scale_log2: Float32, tidx: Int32):
     """P = exp2(scale S - LSE) of this thread's key, in registers and tensor memory.
 
     Runs: 128 threads, converged; thread = lane = key. Args: tS ((TILE, HALF), 1, 1) float32, tP
     ((TILE, 16), 1, HALF / 16) 16-bit in TMEM, overlapping; rP (HALF,) Float32, written; sLSE
     (HALF,) Float32 shared, log2 units. The caller has waited for S. P takes columns of S that this
-    thread has read: all are, before the first is written. Numerics: float32, MUFU.
+    thread has read: all are, before the first is written. Arrives: s_read. Numerics: float32, MUFU.
     """
     load_columns(tS, rP, 0, tidx)
+    fence_before()
+    arrive_at_leader(bars.s_read.data_ptr())
     for part in cutlass.range_constexpr(config.HALF // config.CHUNK):
         rLSE = cute.make_rmem_tensor((config.CHUNK,), Float32)
         cute.autovec_copy(cute.local_tile(sLSE, (config.CHUNK,), (part,)), rLSE)
@@ -96,33 +98,35 @@ def differences(tdP, tdS, rP: cute.Tensor, sD: cute.Tensor, sdS: cute.Tensor, ti
 
 
 @cute.jit
-def compute(half, smem, tmem, bars, outputs, scales, where, m_tiles, key_tiles, tidx: Int32):
+def compute(number, smem, tmem, bars, outputs, scales, where, rank, m_tiles, tidx: Int32):
     """Turn S into P and dP into dS for half of each tile's queries; then write half of dV and dK.
 
-    Runs: the 128 threads of COMPUTE0 or COMPUTE1, converged; thread = lane = key. Args: half, 0 or
-    1; smem, tmem by name; outputs, see epilogue; scales, (scale_log2, softmax_scale); tidx in the
-    warpgroup. Waits: q_full, s_full, dp_full. Arrives: p_full, ds_full, where MMA waits. sdS is
-    free when dP is there: MMA commits dP after the dQ that read it.
+    Runs: the 128 threads of COMPUTE0 or COMPUTE1 (number 0 or 1), converged; thread = lane = key.
+    Args: smem, tmem by name; outputs, see epilogue; scales, (scale_log2, softmax_scale); rank of
+    this CTA; tidx in the warpgroup. COMPUTE0 has the queries whose dQ this CTA adds, and writes dS
+    to sdS; COMPUTE1 has the peer's, and writes to sdX, the third block. Waits: stats_full, s_full,
+    dp_full, dq_full. Arrives: s_read, p_full, ds_full, dx_staged.
     """
+    half, block = number ^ rank, 2 if number == 1 else rank
     tS, tP, tdP, tdS = tmem["half"](half)
     rP = cute.make_rmem_tensor((config.HALF,), Float32)
-    for step in cutlass.range(m_tiles * key_tiles, unroll=1):
-        m_tile, key_tile = position(step, key_tiles)
-        slot, parity = ring(m_tile, cute.size(smem["sQ"], mode=[3]))
+    for step in cutlass.range(m_tiles, unroll=1):
+        slot, parity = step % config.STATS_STAGES, step // config.STATS_STAGES % 2
         sLSE = cute.local_tile(smem["sStats"][0, None, slot], (config.HALF,), (half,))
         sD = cute.local_tile(smem["sStats"][1, None, slot], (config.HALF,), (half,))
-        if key_tile == 0:
-            cute.arch.mbarrier_wait(bars.q_full.data_ptr() + slot, parity)  # LOAD and TMA arrive
+        cute.arch.mbarrier_wait(bars.stats_full.data_ptr() + slot, parity)  # LOAD and TMA arrive
         cute.arch.mbarrier_wait(bars.s_full.data_ptr(), step % 2)  # MMA's commit arrives
         fence_after()
-        probabilities(tS, tP, rP, sLSE, scales[0], tidx)
+        probabilities(tS, tP, rP, sLSE, bars, scales[0], tidx)
         fence_before()
-        cute.arch.mbarrier_arrive(bars.p_full.data_ptr())  # MMA waits
+        arrive_at_leader(bars.p_full.data_ptr())
         cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), step % 2)  # MMA's commit arrives
         fence_after()
-        sdS = cute.local_tile(smem["sdS_rows"][tidx, None, key_tile], (config.HALF,), (half,))
-        differences(tdP, tdS, rP, sD, sdS, tidx)
-        cute.arch.fence_proxy("async.shared", space="cta")  # sdS: written by threads, read by MMA
+        cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
+        differences(tdP, tdS, rP, sD, smem["sdS_rows"][tidx, None, block], tidx)
+        cute.arch.fence_proxy("async.shared", space="cta")  # sdS, sdX: then MMA, a copy reads them
         fence_before()
-        cute.arch.mbarrier_arrive(bars.ds_full.data_ptr())  # MMA waits
-    epilogue(half, smem, tmem, bars, outputs, scales[1], where, key_tiles, tidx)
+        arrive_at_leader(bars.ds_full.data_ptr())
+        if number == 1:
+            cute.arch.mbarrier_arrive(bars.dx_staged.data_ptr())  # RELAY waits
+    epilogue(half, smem, tmem, bars, outputs, scales[1], where, rank, tidx)

@@ -137,8 +137,8 @@ def _exchange() -> tuple[Barrier, ...]:
     copy, give = (Arrival("RELAY", "tma"),), (Arrival("COMPUTE1"),)
     return (
         Barrier("dx_staged", give, relay, "sdX holds dS for the peer"),
-        Barrier("dx_full", copy, relay, "the peer's part of dS is in sdS", tx_bytes=TILE * HALF * 2),
-        Barrier("dx_both", one, (Arrival("MMA"),), "sdS of both CTAs holds the peer's part"),
+        Barrier("dx_full", copy, relay, "the peer's dS is in sdS", tx_bytes=TILE * HALF * 2),
+        Barrier("dx_both", one, (Arrival("MMA"),), "sdS of both CTAs holds all of it"),
     )
 
 

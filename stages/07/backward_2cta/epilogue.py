@@ -35,19 +35,16 @@ def stage_block(tD: cute.Tensor, first, scale: Float32, sD: cute.Tensor, tidx: I
 
 
 @cute.jit
-def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, key_tiles, tidx: Int32):
+def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, rank, tidx: Int32):
     """Stage this warpgroup's block of dV or dK and write it to global memory by TMA.
 
     Runs: both warpgroups; the first warp of each issues. Args: sD (TILE, HALF, 2) shared; output,
     (the TMA atom, its tensor (sk, d, h, b)); where, (n_block, head, batch). The block is half of
-    the columns, or with two key tiles one of them.
+    the columns. TMA writes nothing where the CTA has no keys.
     """
     store, mD = output
     n_block, head, batch = where
-    head_dim = cute.size(mD, mode=[1])
-    there = half * config.HALF < key_tiles * head_dim
-    if there:
-        stage_block(tD, half * (config.HALF // config.CHUNK), scale, sD[None, None, half], tidx)
+    stage_block(tD, half * (config.HALF // config.CHUNK), scale, sD[None, None, half], tidx)
     cute.arch.fence_proxy("async.shared", space="cta")  # sD: written by threads, read by TMA
     fence_before()
     cute.arch.barrier(barrier_id=2, number_of_threads=256)  # staged: all wait for all
@@ -58,30 +55,24 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, key_ti
     tDsD, tDgD = cpasync.tma_partition(
         store, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
     )  # (TMA, 2), (TMA, n, d / HALF)
-    key_tile, column = half * config.HALF // head_dim, half * config.HALF % head_dim // config.HALF
-    n_tile = n_block * config.KEY_TILES[head_dim] + key_tile
-    if there and cute.arch.make_warp_uniform(tidx // 32) == 0:
-        cute.copy(store, tDsD[None, half], tDgD[None, n_tile, column])
+    if cute.arch.make_warp_uniform(tidx // 32) == 0:
+        cute.copy(store, tDsD[None, half], tDgD[None, n_block * config.CTAS + rank, half])
         cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
-def epilogue(
-    half, smem, tmem, bars, outputs, softmax_scale: Float32, where, key_tiles, tidx: Int32
-):
+def epilogue(half, smem, tmem, bars, outputs, softmax_scale: Float32, where, rank, tidx: Int32):
     """Write dV as soon as it is complete, then dK.
 
     Runs: COMPUTE0 or COMPUTE1, converged. Args: smem, tmem by name; outputs, (dV's, dK's) as in
-    store_block. Waits: dv_full, dk_full. Arrives: dkv_read, where MMA waits.
+    store_block. Waits: dv_full, dk_full.
     """
     cute.arch.mbarrier_wait(bars.dv_full.data_ptr(), 0)  # MMA's commit arrives
     fence_after()
     one, (dv, dk) = Float32(1.0), outputs
-    store_block(half, tmem["dV_all"], one, smem["sdV"], dv, where, key_tiles, tidx)
+    store_block(half, tmem["dV"], one, smem["sdV"], dv, where, rank, tidx)
     cute.arch.mbarrier_wait(bars.dk_full.data_ptr(), 0)  # MMA's commit arrives
     fence_after()
-    store_block(half, tmem["dK_all"], softmax_scale, smem["sdK"], dk, where, key_tiles, tidx)
-    fence_before()
-    cute.arch.mbarrier_arrive(bars.dkv_read.data_ptr())  # MMA waits
+    store_block(half, tmem["dK"], softmax_scale, smem["sdK"], dk, where, rank, tidx)
     if cute.arch.make_warp_uniform(tidx // 32) == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host launch and the kernel: one CTA computes dK and dV of its keys, and their part of dQ."""
+"""Host launch and the kernel: a pair of CTAs computes dK, dV of its keys, their part of dQ."""
 
 import cutlass
 import cutlass.cute as cute
@@ -16,61 +16,61 @@ from ...common.tcgen05 import (
 )
 from . import config
 from .compute import compute
-from .load import load
-from .mma import make_mmas, mma
+from .load import load, operands
+from .mma import LEADER, make_mmas, mma
 from .reduce import reduce
+from .relay import relay
 
 
-def shared_storage(head_dim: int):
-    """The mbarriers of the plan, in its order, and where the address of tensor memory is written.
+@cute.struct
+class Barriers:
+    """The mbarriers of the plan, in its order, and where the address of TMEM is written."""
 
-    Runs: trace.
-    """
-    slots = lambda stages: cute.struct.MemRange[Int64, stages]
-    q_slots, do_slots = slots(config.Q_STAGES[head_dim]), slots(config.DO_STAGES[head_dim])
-
-    @cute.struct
-    class Barriers:
-        k_full: slots(1)
-        v_full: slots(1)
-        q_full: q_slots
-        q_empty: q_slots
-        do_full: do_slots
-        do_empty: do_slots
-        s_full: slots(1)
-        p_full: slots(1)
-        dp_full: slots(1)
-        ds_full: slots(1)
-        dq_full: slots(1)
-        dq_read: slots(1)
-        dv_full: slots(1)
-        dk_full: slots(1)
-        dkv_read: slots(1)
-        tmem_address: Int32
-
-    return Barriers
+    k_full: cute.struct.MemRange[Int64, 1]
+    v_full: cute.struct.MemRange[Int64, 1]
+    kt_full: cute.struct.MemRange[Int64, 1]
+    q_full: cute.struct.MemRange[Int64, 1]
+    q_empty: cute.struct.MemRange[Int64, 1]
+    qt_full: cute.struct.MemRange[Int64, 1]
+    qt_empty: cute.struct.MemRange[Int64, 1]
+    stats_full: cute.struct.MemRange[Int64, config.STATS_STAGES]
+    do_full: cute.struct.MemRange[Int64, 1]
+    do_empty: cute.struct.MemRange[Int64, 1]
+    dot_full: cute.struct.MemRange[Int64, 1]
+    dot_empty: cute.struct.MemRange[Int64, 1]
+    s_full: cute.struct.MemRange[Int64, 1]
+    s_read: cute.struct.MemRange[Int64, 1]
+    p_full: cute.struct.MemRange[Int64, 1]
+    dp_full: cute.struct.MemRange[Int64, 1]
+    ds_full: cute.struct.MemRange[Int64, 1]
+    dq_full: cute.struct.MemRange[Int64, 1]
+    dq_read: cute.struct.MemRange[Int64, 1]
+    dx_staged: cute.struct.MemRange[Int64, 1]
+    dx_full: cute.struct.MemRange[Int64, 1]
+    dx_both: cute.struct.MemRange[Int64, 1]
+    dv_full: cute.struct.MemRange[Int64, 1]
+    dk_full: cute.struct.MemRange[Int64, 1]
+    tmem_address: Int32
 
 
 def operand_layouts(dtype, head_dim: int) -> dict:
-    """Shared-memory layouts by name: each tile as it is loaded, and turned. Runs: trace."""
-    mma_s, mma_add, mma_q = make_mmas(dtype, head_dim)
-    key_tiles, tile = config.KEY_TILES[head_dim], (config.TILE, head_dim)
-    q_stages, do_stages = config.Q_STAGES[head_dim], config.DO_STAGES[head_dim]
-    shape_a = mma_s.partition_shape_A(tile)  # ((TILE, 16), 1, d / 16)
-    shape_b = mma_s.partition_shape_B(tile)  # ((TILE, 16), 1, d / 16)
-    shape_t = mma_add.partition_shape_B((head_dim, config.TILE))  # ((d, 16), 1, TILE / 16)
-    shape_ds = mma_q.partition_shape_A((config.TILE, config.TILE))  # ((TILE, 16), 1, TILE / 16)
-    return {
-        "sK": operand_layout(shape_a, "K", dtype, key_tiles),
-        "sKt": operand_layout(shape_t, "MN", dtype, key_tiles),
-        "sV": operand_layout(shape_a, "K", dtype, key_tiles),
-        "sQ": operand_layout(shape_b, "K", dtype, q_stages),
-        "sQt": operand_layout(shape_t, "MN", dtype, q_stages),
-        "sdO": operand_layout(shape_b, "K", dtype, do_stages),
-        "sdOt": operand_layout(shape_t, "MN", dtype, do_stages),
-        "sdS": operand_layout(shape_ds, "MN", dtype, key_tiles),
-        "sdS_rows": rows_layout(dtype, (config.TILE, config.TILE, key_tiles)),
-        "sdQ": rows_layout(Float32, (config.TILE, config.SLICE, config.DQ_SLOTS)),
+    """Shared-memory layouts by name: what LOAD brings, dS as dQ's MMA reads it, rows to copy.
+
+    Runs: trace.
+    """
+    layouts = {}
+    for name, (op, side, major, shape) in operands(dtype, head_dim).items():
+        tile = (shape[0 if side == "A" else 1], shape[2])
+        part = getattr(op, f"partition_shape_{side}")(tile)  # ((this CTA's, 16), 1, K / 16)
+        layouts[f"s{name}"] = operand_layout(part, major, dtype, 1)
+    _, _, mma_q = make_mmas(dtype, head_dim)
+    keys = config.CTAS * config.TILE
+    shape_ds = mma_q.partition_shape_A((config.TILE, keys))  # ((HALF, 16), 1, TILE / 8)
+    return layouts | {
+        "sdS": operand_layout(shape_ds, "MN", dtype, 1),
+        "sdX": rows_layout(dtype, (config.TILE, config.HALF, 1)),
+        "sdS_rows": rows_layout(dtype, (config.TILE, config.HALF, config.CTAS + 1)),
+        "sdQ": rows_layout(Float32, (config.HALF, config.SLICE, 2)),
         "sdV": rows_layout(dtype, (config.TILE, config.HALF, 2)),
         "sdK": rows_layout(dtype, (config.TILE, config.HALF, 2)),
     }
@@ -96,7 +96,7 @@ def backward(
     softmax_scale: Float32,
     stream,
 ):
-    """Launch the backward pass over tiles of keys; the last CTA may have half of them.
+    """Launch the backward pass over pairs of key tiles; the last pair may have one of them.
 
     Runs: host. Args: mQ, mdO (b, sq, h, d), mK, mV, mdK, mdV (b, sk, h, d) bf16 or fp16, d static;
     mStats (b, h, sq / TILE, 2, TILE) Float32: LSE * log2(e), then the sum of O * dO less dLSE;
@@ -105,29 +105,19 @@ def backward(
     """
     _, seqlen_q, heads, head_dim = mQ.shape
     dtype, layouts = mQ.element_type, operand_layouts(mQ.element_type, mQ.shape[3])
-    mma_s, _, _ = make_mmas(dtype, head_dim)
-    tile = (config.TILE, config.TILE, head_dim)
-    by_rows = [1, 3, 2, 0]  # (s, d, h, b)
-    made = {
-        "K": tma_load(mma_s, "A", permuted(mK, by_rows), layouts["sK"], tile),
-        "V": tma_load(mma_s, "A", permuted(mV, by_rows), layouts["sV"], tile),
-        "Q": tma_load(mma_s, "B", permuted(mQ, by_rows), layouts["sQ"], tile),
-        "dO": tma_load(mma_s, "B", permuted(mdO, by_rows), layouts["sdO"], tile),
-        "stats": load_statistics(mStats),
-        "dQ": copy_of_rows(
-            cpasync.CopyReduceBulkTensorTileS2GOp(), permuted(mdQ_accum, by_rows), layouts["sdQ"]
-        ),
-        "dV": copy_of_rows(
-            cpasync.CopyBulkTensorTileS2GOp(), permuted(mdV, by_rows), layouts["sdV"]
-        ),
-        "dK": copy_of_rows(
-            cpasync.CopyBulkTensorTileS2GOp(), permuted(mdK, by_rows), layouts["sdK"]
-        ),
-    }
+    by_rows, turned = [1, 3, 2, 0], [3, 1, 2, 0]  # (s, d, h, b), (d, s, h, b)
+    given = {"K": mK, "V": mV, "Kt": mK, "Q": mQ, "Qt": mQ, "dO": mdO, "dOt": mdO}
+    made = {"stats": load_statistics(mStats)}
+    for name, (op, side, major, shape) in operands(dtype, head_dim).items():
+        mX = permuted(given[name], by_rows if major == "K" else turned)
+        made[name] = tma_load(op, side, mX, layouts[f"s{name}"], shape, config.CTAS)
+    add, store = cpasync.CopyReduceBulkTensorTileS2GOp(), cpasync.CopyBulkTensorTileS2GOp()
+    for name, copy, mX in (("dQ", add, mdQ_accum), ("dV", store, mdV), ("dK", store, mdK)):
+        made[name] = copy_of_rows(copy, permuted(mX, by_rows), layouts[f"s{name}"])
     atoms = {name: atom for name, (atom, _) in made.items()}
     tensors = {name: tensor for name, (_, tensor) in made.items()}
     n_tiles = mK.shape[1] // config.TILE
-    units = cute.ceil_div(n_tiles, config.KEY_TILES[head_dim])
+    pairs = cute.ceil_div(n_tiles, config.CTAS)
     backward_kernel(
         atoms,
         tensors,
@@ -137,8 +127,9 @@ def backward(
         head_dim,
         dtype,
     ).launch(
-        grid=(units * heads * mQ.shape[0], 1, 1),
+        grid=(config.CTAS * pairs * heads * mQ.shape[0], 1, 1),
         block=(config.plan(head_dim).threads, 1, 1),
+        cluster=(config.CTAS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
     )
@@ -176,100 +167,98 @@ def backward_kernel(
     head_dim: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
-    """One CTA: its key tiles against all queries of their head, from the first to the last.
+    """One CTA of a pair: its key tile against all queries of its head, from the first to the last.
 
-    Runs: 512 threads, by role. The 1-D grid counts units of KEY_TILES key tiles fastest, then
-    heads, then batch. Args: atoms, tensors, layouts by name; scales, (scale_log2, softmax_scale);
-    sizes, (m_tiles, n_tiles, heads).
+    Runs: 512 threads, by role. The 1-D grid counts the CTAs of a pair fastest, then pairs of key
+    tiles, then heads, then batch. Args: atoms, tensors, layouts by name; scales, (scale_log2,
+    softmax_scale); sizes, (m_tiles, n_tiles, heads).
     """
     tidx, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     block, _, _ = cute.arch.block_idx()
     m_tiles, n_tiles, heads = sizes
-    units = cute.ceil_div(n_tiles, config.KEY_TILES[head_dim])
-    where = (block % units, block // units % heads, block // units // heads)
-    key_tiles = tiles_of(where[0], n_tiles, head_dim)
+    pairs = cute.ceil_div(n_tiles, config.CTAS)
+    rank, pair = block % config.CTAS, block // config.CTAS
+    where = (pair % pairs, pair // pairs % heads, pair // pairs // heads)
 
     allocator = cutlass.memory.SmemAllocator()
-    bars = allocator.allocate(shared_storage(head_dim))
-    smem = shared_tensors(allocator, layouts, head_dim, dtype)
+    bars = allocator.allocate(Barriers)
+    smem = shared_tensors(allocator, layouts, dtype)
     if warp == config.MMA:
         initialise(bars, head_dim)
-        cute.arch.alloc_tmem(config.TMEM_COLUMNS, bars.tmem_address)
-        cute.arch.relinquish_tmem_alloc_permit()
-    fence_before()
-    cute.arch.barrier(barrier_id=0, number_of_threads=512)  # start: all wait for MMA
-    fence_after()
+        cute.arch.alloc_tmem(config.TMEM_COLUMNS, bars.tmem_address, True)
+        cute.arch.relinquish_tmem_alloc_permit(True)
+    all_of_both()  # start
     address = cute.arch.retrieve_tmem_ptr(Float32, 16, bars.tmem_address)
     tmem = tensor_memory(address, head_dim, dtype)
 
     if warp >= config.MMA:
         cute.arch.setmaxregister_decrease(config.REGISTERS["other"])
         if warp == config.LOAD:
-            load(atoms, tensors, smem, bars, where, m_tiles, key_tiles, head_dim)
-        elif warp == config.MMA:
-            mma(smem, tmem, bars, m_tiles, key_tiles)
-            cute.arch.mbarrier_wait(bars.dq_read.data_ptr(), (m_tiles - 1) % 2)  # REDUCE arrives
-            cute.arch.mbarrier_wait(bars.dkv_read.data_ptr(), 0)  # COMPUTE arrives
-            fence_after()
-            cute.arch.dealloc_tmem(address, config.TMEM_COLUMNS)
+            there = where[0] * config.CTAS + rank < n_tiles
+            load(atoms, tensors, smem, bars, where, rank, there, m_tiles, head_dim)
+        elif warp == config.RELAY:
+            relay(smem["sdX_all"], smem["sdS_all"](rank), bars, rank, m_tiles)
+        elif warp == config.MMA and rank == LEADER:
+            mma(smem, tmem, bars, m_tiles, head_dim)
     elif warp >= config.COMPUTE0.start:
         cute.arch.setmaxregister_increase(config.REGISTERS["compute"])
-        half, lane = (warp - config.COMPUTE0.start) // 4, tidx % 128
+        number, lane = (warp - config.COMPUTE0.start) // 4, tidx % 128
         outputs = [(atoms[name], tensors[name]) for name in ("dV", "dK")]
-        compute(half, smem, tmem, bars, outputs, scales, where, m_tiles, key_tiles, lane)
+        compute(number, smem, tmem, bars, outputs, scales, where, rank, m_tiles, lane)
     else:
         cute.arch.setmaxregister_increase(config.REGISTERS["reduce"])
-        reduce(atoms["dQ"], tensors["dQ"], smem, tmem["dQ"], bars, where, m_tiles, tidx)
+        reduce(atoms["dQ"], tensors["dQ"], smem, tmem["dQ"], bars, where, rank, m_tiles, tidx)
+    all_of_both()  # end
+    if warp == config.MMA:
+        cute.arch.dealloc_tmem(address, config.TMEM_COLUMNS, True)
 
 
-def tiles_of(n_block, n_tiles, head_dim: int):
-    """Key tiles of a CTA: KEY_TILES, or one in the last CTA of an odd number. Runs: trace."""
-    if config.KEY_TILES[head_dim] == 1:
-        return 1
-    left = n_tiles - n_block * config.KEY_TILES[head_dim]
-    return cutlass.min(left, Int32(config.KEY_TILES[head_dim]))
+@cute.jit
+def all_of_both():
+    """All threads of both CTAs wait for all, with accesses to tensor memory ordered across it."""
+    fence_before()
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+    fence_after()
 
 
-def shared_tensors(allocator, layouts, head_dim: int, dtype) -> dict:
-    """Tensors in shared memory by name, in the plan's order; turned and staged ones overlap."""
-    shape = (2, config.TILE, config.Q_STAGES[head_dim])
+def shared_tensors(allocator, layouts, dtype) -> dict:
+    """Tensors in shared memory by name, in the plan's order; staged ones overlap.
+
+    sdS_rows: the two blocks of sdS, a row for each key, and sdX as the third. sdX_all, sdS_all(its
+    block): all of a block, in the order of its bytes.
+    """
+    shape = (2, config.TILE, config.STATS_STAGES)
     stats = cute.make_layout(shape, stride=(config.TILE, 1, 2 * config.TILE))
     smem = {"sStats": allocator.allocate_tensor(Float32, stats, 128)}
-    for name in ("sK", "sV", "sQ", "sdO", "sdS", "sdQ"):
-        kind = Float32 if name == "sdQ" else dtype
-        layout = layouts[name]
-        smem[name] = allocator.allocate_tensor(kind, layout.outer, ALIGN_BYTES, layout.inner)
-    overlaps = {
-        "sKt": "sK",
-        "sQt": "sQ",
-        "sdOt": "sdO",
-        "sdS_rows": "sdS",
-        "sdV": "sdO",
-        "sdK": "sQ",
-    }
-    for name, below in overlaps.items():
+    for name in ("K", "V", "Kt", "Q", "Qt", "dO", "dOt", "dS", "dX", "dQ"):
+        kind, layout = Float32 if name == "dQ" else dtype, layouts[f"s{name}"]
+        smem[f"s{name}"] = allocator.allocate_tensor(kind, layout.outer, ALIGN_BYTES, layout.inner)
+    for name, below in {"sdS_rows": "sdS", "sdV": "sdO", "sdK": "sQ"}.items():
         iterator = cute.recast_ptr(smem[below].iterator, layouts[name].inner)
         smem[name] = cute.make_tensor(iterator, layouts[name].outer)
+    block = cute.make_layout(config.TILE * config.HALF)
+    plain = lambda name: cute.recast_ptr(smem[name].iterator, dtype=dtype)
+    smem["sdX_all"] = cute.make_tensor(plain("sdX"), block)
+    smem["sdS_all"] = lambda rank: cute.make_tensor(plain("sdS") + rank * cute.size(block), block)
     return smem
 
 
 def tensor_memory(address, head_dim: int, dtype) -> dict:
     """Tensors in tensor memory by name. Runs: trace.
 
-    S, dP ((TILE, TILE), 1, 1) float32; P, dS: two of ((TILE, 16), 1, HALF / 16) 16-bit; dV, dK: the
-    ((TILE, d), 1, 1) float32 of a key tile, dV_all, dK_all ((TILE, 128), 1, 1) all of them; dQ
-    ((TILE, d), 1, 1); half: (S, P, dP, dS) of half of the queries.
+    S, dP ((TILE, TILE), 1, 1) and dV, dK ((TILE, d), 1, 1) float32; P, dS: two of ((TILE, 16), 1,
+    HALF / 16) 16-bit; dQ ((TILE, d / 2), 1, 1), as the lanes have it; dQ_mma ((HALF, d), 1, 1), as
+    its MMA does; half: (S, P, dP, dS) of half of the queries.
     """
-    mma_s, mma_add, _ = make_mmas(dtype, head_dim)
-    tile, half_tile = (config.TILE, config.TILE), make_mmas(dtype, config.HALF)[1]
-    whole = mma_s.make_fragment_C(mma_s.partition_shape_C(tile)).layout
-    columns = half_tile.make_fragment_C(
-        half_tile.partition_shape_C((config.TILE, config.HALF))
-    ).layout
-    layout_a = mma_add.make_fragment_A(mma_add.partition_shape_A((config.TILE, config.HALF))).layout
-    shape_d = mma_add.partition_shape_C((config.TILE, head_dim))
-    layout_d = mma_add.make_fragment_C(shape_d).layout
+    mma_s, mma_add, mma_q = make_mmas(dtype, head_dim)
+    keys, half_tile = config.CTAS * config.TILE, make_mmas(dtype, config.HALF)[1]
+    accumulator = lambda mma, rows, n: mma.make_fragment_C(mma.partition_shape_C((rows, n))).layout
+    whole = accumulator(mma_s, keys, config.TILE)
+    columns = accumulator(half_tile, keys, config.HALF)
+    layout_d = accumulator(mma_add, keys, head_dim)
+    layout_a = mma_add.make_fragment_A(mma_add.partition_shape_A((keys, config.HALF))).layout
     at = lambda column, layout: cute.make_tensor(address + column, layout)
     pairs = lambda column: cute.make_tensor(
         cute.recast_ptr(address + column, dtype=dtype), layout_a
@@ -289,11 +278,10 @@ def tensor_memory(address, head_dim: int, dtype) -> dict:
         "dP": at(config.TMEM_DP, whole),
         "P": [pairs(column) for column in config.TMEM_P],
         "dS": [pairs(column) for column in config.TMEM_DS],
-        "dV": lambda key_tile: at(config.TMEM_DV + key_tile * head_dim, layout_d),
-        "dK": lambda key_tile: at(config.TMEM_DK + key_tile * head_dim, layout_d),
-        "dV_all": at(config.TMEM_DV, whole),
-        "dK_all": at(config.TMEM_DK, whole),
-        "dQ": at(config.TMEM_DP, layout_d),
+        "dV": at(config.TMEM_DV, layout_d),
+        "dK": at(config.TMEM_DK, layout_d),
+        "dQ": at(config.TMEM_DQ, columns),
+        "dQ_mma": at(config.TMEM_DQ, accumulator(mma_q, config.TILE, head_dim)),
         "half": by_half,
     }
 

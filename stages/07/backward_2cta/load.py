@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copying tiles from global to shared memory by TMA."""
+"""Copying this CTA's tiles, and its halves of the shared ones, to shared memory by TMA."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,7 +8,26 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...common.tcgen05 import stage_bytes, tma_views
 from . import config
-from .mma import make_mmas, ring
+from .mma import LEADER, make_mmas
+
+
+def operands(dtype, head_dim: int) -> dict:
+    """What LOAD brings, by name: (MMA, "A" or "B" of it, major mode, (M, N, K)). Runs: trace.
+
+    "t": turned. A query tile's rows are N of S and dP, and K of dV and dK; K's rows M and K.
+    """
+    mma_s, mma_add, mma_q = make_mmas(dtype, head_dim)
+    tile, keys = config.TILE, config.CTAS * config.TILE
+    rows, turned = (keys, tile, head_dim), (keys, head_dim, tile)
+    return {
+        "K": (mma_s, "A", "K", rows),
+        "V": (mma_s, "A", "K", rows),
+        "Kt": (mma_q, "B", "MN", (tile, head_dim, keys)),
+        "Q": (mma_s, "B", "K", rows),
+        "Qt": (mma_add, "B", "MN", turned),
+        "dO": (mma_s, "B", "K", rows),
+        "dOt": (mma_add, "B", "MN", turned),
+    }
 
 
 @cute.jit
@@ -19,64 +38,84 @@ def announce(full, size: Int32):
 
 
 @cute.jit
-def tile_views(atoms, tensors, smem, where, head_dim: cutlass.Constexpr):
-    """(global, shared) tiles of K, V, Q, dO and the statistics, as TMA copies them.
+def tile_views(atoms, tensors, smem, where, rank, head_dim: cutlass.Constexpr):
+    """(global, shared) tiles of what LOAD brings, as TMA copies them.
 
-    Runs: any warp. Args: atoms and tensors by name; smem by name; where, (n_block, head, batch).
-    Returns: by name (TMA, n) or (TMA, m), and (TMA, KEY_TILES) or (TMA, STAGES).
+    Runs: any warp. Args: atoms and tensors by name; smem by name; where, (n_block, head, batch);
+    rank of this CTA. Returns: by name (TMA, n) or (TMA, m), and (TMA, STAGES).
     """
     _, head, batch = where
-    sides = {"K": "A", "V": "A", "Q": "B", "dO": "B"}
-    tile = (config.TILE, head_dim)
-    part = make_mmas(smem["sK"].element_type, head_dim)[0].get_slice(0)
     views = {}
-    for name, side in sides.items():
-        gX = cute.local_tile(
-            tensors[name][None, None, head, batch], tile, (None, 0)
-        )  # (TILE, d, n)
-        gX = getattr(part, f"partition_{side}")(gX)  # ((TILE, 16), 1, d / 16, n)
-        tXsX, tXgX = tma_views(atoms[name], smem[f"s{name}"], gX)  # (TMA, STAGES), (TMA, n)
+    for name, (mma, side, major, shape) in operands(smem["sK"].element_type, head_dim).items():
+        tile = (shape[0 if side == "A" else 1], shape[2])
+        at = (None, 0) if major == "K" else (0, None)
+        gX = cute.local_tile(tensors[name][None, None, head, batch], tile, at)  # (M or N, K, n)
+        part = mma.get_slice(rank)
+        gX = getattr(part, f"partition_{side}")(gX)  # ((this CTA's M or N, 16), 1, K / 16, n)
+        tXsX, tXgX = tma_views(atoms[name], smem[f"s{name}"], gX)  # (TMA, 1), (TMA, n)
         views[name] = (tXgX, tXsX)
     sStats = cute.group_modes(smem["sStats"], 0, 2)
     gStats = cute.local_tile(tensors["stats"][None, None, head, batch], (2, config.TILE), (None, 0))
     tXsX, tXgX = cpasync.tma_partition(
         atoms["stats"], 0, cute.make_layout(1), sStats, cute.group_modes(gStats, 0, 2)
-    )  # (TMA, Q_STAGES), (TMA, m)
+    )  # (TMA, STATS_STAGES), (TMA, m)
     views["stats"] = (tXgX, tXsX)
     return views
 
 
 @cute.jit
-def load_keys(load: cute.CopyAtom, views, first: Int32, key_tiles, size, full):
-    """Start the copies of the CTA's tiles of K or V, all on the barrier `full`. Runs: LOAD."""
-    announce(full, key_tiles * size)
-    for tile in cutlass.range(key_tiles, unroll=1):
-        cute.copy(load, views[0][None, first + tile], views[1][None, tile], tma_bar_ptr=full)
+def load_half(load: cute.CopyAtom, views, sX: cute.Tensor, index: Int32, full, rank):
+    """Start the copy of this CTA's part of an operand of both.
+
+    Runs: LOAD. The bytes of both CTAs count on the leader's barrier `full`, where MMA waits.
+    """
+    if rank == LEADER:
+        announce(full, config.CTAS * stage_bytes(sX))
+    cute.copy(load, views[0][None, index], views[1][None, 0], tma_bar_ptr=full)
 
 
 @cute.jit
-def load(atoms, tensors, smem, bars, where, m_tiles, key_tiles, head_dim: cutlass.Constexpr):
-    """Load the key tiles once, then every query tile, its statistics and its dO.
+def load_statistics(load: cute.CopyAtom, views, m_tile: Int32, m_tiles, there, bars):
+    """Start the copy of LSE and D of a query tile.
 
-    Runs: LOAD, converged. Args: as tile_views. Waits: q_empty, do_empty. Arrives: k_full, v_full,
-    do_full (MMA waits), q_full (COMPUTE, too).
+    Runs: LOAD. Where the CTA has no keys (not `there`), of a tile behind the last: TMA fills zeros,
+    so that dS is 0. Arrives: stats_full, where COMPUTE waits.
     """
-    views = tile_views(atoms, tensors, smem, where, head_dim)
-    size, first = stage_bytes(smem["sK"]), where[0] * config.KEY_TILES[head_dim]
-    load_keys(atoms["K"], views["K"], first, key_tiles, size, bars.k_full.data_ptr())
-    for m_tile in cutlass.range(m_tiles, unroll=1):
-        slot, parity = ring(m_tile, config.Q_STAGES[head_dim])
-        cute.arch.mbarrier_wait(bars.q_empty.data_ptr() + slot, parity ^ 1)  # MMA's commit arrives
-        q_full = bars.q_full.data_ptr() + slot
-        announce(q_full, size + config.STATS_BYTES)
-        for name in ("Q", "stats"):
-            source, target = views[name]
-            cute.copy(atoms[name], source[None, m_tile], target[None, slot], tma_bar_ptr=q_full)
-        if m_tile == 0:
-            load_keys(atoms["V"], views["V"], first, key_tiles, size, bars.v_full.data_ptr())
-        slot, parity = ring(m_tile, config.DO_STAGES[head_dim])
-        cute.arch.mbarrier_wait(bars.do_empty.data_ptr() + slot, parity ^ 1)  # MMA's commit arrives
-        do_full = bars.do_full.data_ptr() + slot
-        announce(do_full, size)
-        source, target = views["dO"]
-        cute.copy(atoms["dO"], source[None, m_tile], target[None, slot], tma_bar_ptr=do_full)
+    slot, tile = m_tile % config.STATS_STAGES, m_tile if there else m_tiles
+    full = bars.stats_full.data_ptr() + slot
+    announce(full, config.STATS_BYTES)
+    cute.copy(load, views[0][None, tile], views[1][None, slot], tma_bar_ptr=full)
+
+
+@cute.jit
+def load(atoms, tensors, smem, bars, where, rank, there, m_tiles, head_dim: cutlass.Constexpr):
+    """Load the key tiles once, then the halves of every query tile in the order of their use.
+
+    Runs: LOAD, converged. Args: as tile_views, load_statistics. Waits: q_empty, qt_empty, do_empty,
+    dot_empty. Arrives: all of `load_half`, stats_full. A slot of sStats is free when the dK of its
+    tile is done, for which the Qt of the next waited.
+    """
+    views = tile_views(atoms, tensors, smem, where, rank, head_dim)
+    part = lambda name, index, full: load_half(
+        atoms[name], views[name], smem[f"s{name}"], index, full.data_ptr(), rank
+    )
+    part("K", where[0], bars.k_full)
+    for step in cutlass.range(m_tiles + 1, unroll=1):
+        if step < m_tiles:
+            cute.arch.mbarrier_wait(bars.q_empty.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
+            part("Q", step, bars.q_full)
+        if step > 0:
+            cute.arch.mbarrier_wait(bars.qt_empty.data_ptr(), step % 2)  # MMA's commit arrives
+            part("Qt", step - 1, bars.qt_full)
+        if step < m_tiles:
+            load_statistics(atoms["stats"], views["stats"], step, m_tiles, there, bars)
+            if step == 0:
+                part("V", where[0], bars.v_full)
+            cute.arch.mbarrier_wait(bars.do_empty.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
+            part("dO", step, bars.do_full)
+            if step == 0:
+                part("Kt", where[0], bars.kt_full)
+            cute.arch.mbarrier_wait(bars.dot_empty.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
+            part("dOt", step, bars.dot_full)
+    for empty in (bars.q_empty, bars.qt_empty, bars.do_empty, bars.dot_empty):
+        cute.arch.mbarrier_wait(empty.data_ptr(), (m_tiles - 1) % 2)  # MMA's last commits arrive
