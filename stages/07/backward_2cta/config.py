@@ -27,7 +27,7 @@ ARCHS = ("sm_100a", "sm_103a")  # runs natively
 
 REDUCE, COMPUTE0, COMPUTE1 = range(0, 4), range(4, 8), range(8, 12)  # warps
 MMA, LOAD, RELAY, EMPTY = 12, 13, 14, 15  # warps
-REGISTERS = {"reduce": 128, "compute": 144, "other": 96}  # by thread; 512 a lane to share
+REGISTERS = {"reduce": 104, "compute": 144, "other": 120}  # by thread; 512 a lane to share
 
 ENVELOPE = Envelope(
     dtypes=("bfloat16", "float16"),
@@ -152,3 +152,31 @@ def _outputs() -> tuple[Barrier, ...]:
         Barrier("staged", compute, compute, "both blocks are in sdV or sdK", "named", number=2),
         Barrier("end", everyone, everyone, "tensor memory was read, both may leave", "cluster"),
     )
+
+
+# What the compiled code must show, by head dim. Names: common.facts.FACT_NAMES.
+DECLARED = {
+    head_dim: {
+        "registers": 128,  # at launch: 65536 / 512 threads
+        "tmem_columns": TMEM_COLUMNS,
+        "mma_kinds": "f16",
+        "mma_ss": 2 * head_dim // 16 + CTAS * TILE // 16,  # S and dP; dQ
+        "mma_ts": 2 * TILE // 16,  # dV and dK
+        "ex2": HALF,
+        "mbarrier_waits": 29,  # one for each wait in the sources, of LOAD's last four one
+        "mbarrier_arrives": 8,
+        "commits": 9,
+        "tmem_fences": 17,
+        "tmem_load_waits": 8,  # S, two of dP, dQ, two each of dV and dK
+        "tmem_store_waits": 2,  # P, dS
+        "proxy_fences": 5,  # of dS; of dV and dK; of dQ by slices
+        "init_fences": 1,
+        "tmem_deallocs": 1,
+        "tma_reductions": head_dim // SLICE,
+        "slots_per_element": ("<=", 5.4),
+        "mma_warp_issue": ("<=", 570),
+        "tile_cycles_smem": 2304,  # and 384 for the copies between the CTAs
+        "tensor_ceiling": (">=", 0.99),
+    }
+    for head_dim in KEY_TILES
+}

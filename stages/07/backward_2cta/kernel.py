@@ -207,7 +207,7 @@ def backward_kernel(
         outputs = [(atoms[name], tensors[name]) for name in ("dV", "dK")]
         compute(number, smem, tmem, bars, outputs, scales, where, rank, m_tiles, lane)
     else:
-        cute.arch.setmaxregister_increase(config.REGISTERS["reduce"])
+        cute.arch.setmaxregister_decrease(config.REGISTERS["reduce"])
         reduce(atoms["dQ"], tensors["dQ"], smem, tmem["dQ"], bars, where, rank, m_tiles, tidx)
     all_of_both()  # end
     if warp == config.MMA:
