@@ -121,8 +121,8 @@ def compute(number, smem, tmem, bars, outputs, scales, where, rank, m_tiles, tid
         fence_before()
         arrive_at_leader(bars.p_full.data_ptr())
         cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), step % 2)  # MMA's commit arrives
-        fence_after()
         cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
+        fence_after()
         differences(tdP, tdS, rP, sD, smem["sdS_rows"][tidx, None, block], tidx)
         cute.arch.fence_proxy("async.shared", space="cta")  # sdS, sdX: then MMA, a copy reads them
         fence_before()

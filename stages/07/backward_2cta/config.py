@@ -164,9 +164,9 @@ DECLARED = {
         "mma_ts": 2 * TILE // 16,  # dV and dK
         "ex2": HALF,
         "mbarrier_waits": 29,  # one for each wait in the sources, of LOAD's last four one
-        "mbarrier_arrives": 8,
+        "mbarrier_arrives": 15,
         "commits": 9,
-        "tmem_fences": 17,
+        "tmem_fences": 19,
         "tmem_load_waits": 8,  # S, two of dP, dQ, two each of dV and dK
         "tmem_store_waits": 2,  # P, dS
         "proxy_fences": 5,  # of dS; of dV and dK; of dQ by slices

@@ -334,8 +334,8 @@ def compute(role: Role, cta: Cta, number: int):
         role.fence_before()
         role.arrive("p_full", to=LEADER)  # MMA waits
         yield from role.wait("dp_full", step % 2, step)  # MMA's commit arrives
-        role.fence_after()
         yield from role.wait("dq_full", step % 2 ^ 1, step)  # MMA's commit arrives
+        role.fence_after()
         yield from differences(role, cta, half, slot, target, p, step)
         role.fence_proxy()
         role.fence_before()
