@@ -19,6 +19,11 @@ SLOTS_DS = 2.6  # subtraction and product packed by two, conversion, loads of D,
 SLOTS_DQ = 0.3  # a store of four
 LEADER = 0  # rank of the CTA that issues the MMAs of both
 REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
+    "* fence_before in all_of_both": "alloc and dealloc, on the other side, are synchronous",
+    "* fence_after in all_of_both": "alloc and dealloc, on the other side, are synchronous",
+    "REDUCE sync dq_slot": "the four warps of a role are one agent here; the log has each",
+    "COMPUTE? fence_before in store_block #1": "after wait_ld only dealloc, synchronous, follows",
+    "LOAD wait * in load #2": "memory that a late commit writes is still there in the model",
 }
 
 
@@ -429,13 +434,16 @@ def kernel(role: Role, cluster: Cluster, work):
     """What every role does: all meet when MMA has tensor memory, work, and meet again."""
     if role.name == "MMA":
         yield from role.alloc(config.TMEM_COLUMNS)
-    role.fence_before()
-    yield from role.sync("start")  # all of both CTAs wait for all
-    role.fence_after()
+    yield from all_of_both(role, "start")
     yield from role.setmaxnreg(role.budget)
     yield from work(role, cluster.ctas[role.sm.rank])
-    role.fence_before()
-    yield from role.sync("end")  # all of both CTAs wait for all
+    yield from all_of_both(role, "end")
     if role.name == "MMA":
-        role.fence_after()
         role.dealloc()
+
+
+def all_of_both(role: Role, barrier: str):
+    """All threads of both CTAs wait for all, with accesses to tensor memory ordered across it."""
+    role.fence_before()
+    yield from role.sync(barrier)
+    role.fence_after()
