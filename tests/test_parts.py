@@ -145,8 +145,8 @@ def test_keys_of_a_stage_have_those_of_its_parts(seven):
         mine = [key for key in keys if key.part == source.name]
         assert {key.arch for key in mine} == set(source.config.ARCHS)
         native = [(key.dtype, key.head_dim) for key in mine if key.arch == "sm_100a"]
-            dims = source.config.ENVELOPE.head_dims
-            assert native == [(t, d) for t in ("bfloat16", "float16") for d in dims]
+        dims = source.config.ENVELOPE.head_dims
+        assert native == [(t, d) for t in ("bfloat16", "float16") for d in dims]
 
 
 @pytest.mark.parametrize("name", PARTS)
