@@ -198,7 +198,7 @@ def backward_kernel(
             there = where[0] * config.CTAS + rank < n_tiles
             load(atoms, tensors, smem, bars, where, rank, there, m_tiles, head_dim)
         elif warp == config.RELAY:
-            relay(smem["sdX_all"], smem["sdS_all"](rank), bars, rank, m_tiles)
+            relay(smem["sdS_rows"], bars, rank, m_tiles)
         elif warp == config.MMA and rank == LEADER:
             mma(smem, tmem, bars, m_tiles, head_dim)
     elif warp >= config.COMPUTE0.start:
@@ -226,8 +226,7 @@ def all_of_both():
 def shared_tensors(allocator, layouts, dtype) -> dict:
     """Tensors in shared memory by name, in the plan's order; staged ones overlap.
 
-    sdS_rows: the two blocks of sdS, a row for each key, and sdX as the third. sdX_all, sdS_all(its
-    block): all of a block, in the order of its bytes.
+    sdS_rows: the two blocks of sdS, a row for each key, and sdX as the third.
     """
     shape = (2, config.TILE, config.STATS_STAGES)
     stats = cute.make_layout(shape, stride=(config.TILE, 1, 2 * config.TILE))
@@ -238,10 +237,6 @@ def shared_tensors(allocator, layouts, dtype) -> dict:
     for name, below in {"sdS_rows": "sdS", "sdV": "sdO", "sdK": "sQ"}.items():
         iterator = cute.recast_ptr(smem[below].iterator, layouts[name].inner)
         smem[name] = cute.make_tensor(iterator, layouts[name].outer)
-    block = cute.make_layout(config.TILE * config.HALF)
-    plain = lambda name: cute.recast_ptr(smem[name].iterator, dtype=dtype)
-    smem["sdX_all"] = cute.make_tensor(plain("sdX"), block)
-    smem["sdS_all"] = lambda rank: cute.make_tensor(plain("sdS") + rank * cute.size(block), block)
     return smem
 
 

@@ -5,8 +5,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass._mlir.dialects import nvvm
-from cutlass.cute.nvgpu import cpasync
 
+from ...common.tcgen05 import copy_to_peer
+from . import config
 from .load import announce
 from .mma import LEADER
 
@@ -20,23 +21,21 @@ def arrive_at_leader(barrier):
 
 
 @cute.jit
-def relay(sdX: cute.Tensor, sdS: cute.Tensor, bars, rank, m_tiles: Int32):
+def relay(sdS_rows: cute.Tensor, bars, rank, m_tiles: Int32):
     """Copy dS of the peer's rows of dQ to the peer, and tell MMA when its copy has come.
 
-    Runs: RELAY, converged; one lane copies. Args: sdX, and sdS, where the peer has the dS of this
-    CTA's keys, (TILE * HALF,) 16-bit shared. Waits: dx_staged, dx_full. Arrives: dx_full, dx_both.
-    Cost: TILE * HALF * 2 bytes to the peer.
+    Runs: RELAY, converged; one lane copies. Args: sdS_rows (TILE, HALF, CTAS + 1) 16-bit shared: a
+    block for the dS of each CTA's keys, then sdX. Waits: dx_staged, dx_full. Arrives: dx_full,
+    dx_both. Cost: TILE * HALF * 2 bytes to the peer.
     """
-    size = cute.size(sdX) * sdX.element_type.width // 8
-    copy = cute.make_copy_atom(
-        cpasync.CopyBulkS2SOp(), sdX.element_type, num_bits_per_copy=size * 8
-    )
+    size = config.TILE * config.HALF * sdS_rows.element_type.width // 8
+    place = lambda block: sdS_rows[None, None, block].iterator
     dx_full = bars.dx_full.data_ptr()
     for step in cutlass.range(m_tiles, unroll=1):
         announce(dx_full, size)  # RELAY itself waits
         cute.arch.mbarrier_wait(bars.dx_staged.data_ptr(), step % 2)  # COMPUTE1 arrives
         with cute.arch.elect_one():
-            cute.copy(copy, sdX, sdS, mbar_ptr=dx_full, cta_rank=rank ^ 1)
+            copy_to_peer(place(config.CTAS), place(rank), dx_full, size, rank ^ 1)
         cute.arch.mbarrier_wait(dx_full, step % 2)  # the peer's copy arrives
         with cute.arch.elect_one():
             arrive_at_leader(bars.dx_both.data_ptr())
