@@ -70,14 +70,12 @@ def probabilities(tS, tP, rP, sLSE: cute.Tensor, bars, scale_log2: Float32, tidx
 
 
 @cute.jit
-def differences(tdP, tdS, rP: cute.Tensor, sD: cute.Tensor, sdS: cute.Tensor, tidx: Int32):
-    """dS = P (dP - D) of this thread's key, in tensor memory and in shared memory.
+def differences(tdP, tdS, rP: cute.Tensor, rdS: cute.Tensor, sD: cute.Tensor, tidx: Int32):
+    """dS = P (dP - D) of this thread's key, in registers and tensor memory.
 
-    Runs: as probabilities. Args: tdP, tdS, as tS and tP there; rP (HALF,) Float32; sD (HALF,)
-    Float32 shared; sdS (HALF,) 16-bit shared, this key's row. The caller has waited for dP and for
-    sdS. Cost: HALF * 2 bytes of shared memory.
+    Runs: as probabilities. Args: tdP, tdS, as tS and tP there; rP (HALF,) Float32; rdS (HALF,)
+    16-bit, written; sD (HALF,) Float32 shared. The caller has waited for dP.
     """
-    width = config.COPY_BYTES * 8 // sdS.element_type.width  # elements of one shared store
     for part in cutlass.range_constexpr(config.HALF // config.CHUNK):
         rdP = cute.make_rmem_tensor((config.CHUNK,), Float32)
         load_columns(tdP, rdP, part, tidx)
@@ -87,14 +85,22 @@ def differences(tdP, tdS, rP: cute.Tensor, sD: cute.Tensor, sdS: cute.Tensor, ti
         for i in cutlass.range_constexpr(0, config.CHUNK, 2):
             x = arith.add2((rdP[i], rdP[i + 1]), (-rD[i], -rD[i + 1]))
             rdP[i], rdP[i + 1] = arith.mul2((p[i], p[i + 1]), x)
-        rdS = cute.make_rmem_tensor((config.CHUNK,), tdS.element_type)
-        rdS.store(rdP.load().to(tdS.element_type))
-        store_columns(rdS, tdS, part, tidx)
-        for block in cutlass.range_constexpr(config.CHUNK // width):
-            piece = cute.local_tile(rdS, (width,), (block,))
-            column = part * (config.CHUNK // width) + block
-            cute.autovec_copy(piece, cute.local_tile(sdS, (width,), (column,)))
+        row = cute.local_tile(rdS, (config.CHUNK,), (part,))
+        row.store(rdP.load().to(rdS.element_type))
+        store_columns(row, tdS, part, tidx)
     cute.arch.fence_view_async_tmem_store()
+
+
+@cute.jit
+def stage(rdS: cute.Tensor, sdS: cute.Tensor):
+    """Write dS of this thread's key to its row (HALF,) 16-bit of shared memory, which is free.
+
+    Cost: HALF * 2 bytes of shared memory.
+    """
+    width = config.COPY_BYTES * 8 // sdS.element_type.width  # elements of one shared store
+    for block in cutlass.range_constexpr(config.HALF // width):
+        piece = cute.local_tile(rdS, (width,), (block,))
+        cute.autovec_copy(piece, cute.local_tile(sdS, (width,), (block,)))
 
 
 @cute.jit
@@ -110,6 +116,7 @@ def compute(number, smem, tmem, bars, outputs, scales, where, rank, m_tiles, tid
     half, block = number ^ rank, 2 if number == 1 else rank
     tS, tP, tdP, tdS = tmem["half"](half)
     rP = cute.make_rmem_tensor((config.HALF,), Float32)
+    rdS = cute.make_rmem_tensor((config.HALF,), smem["sdS"].element_type)
     for step in cutlass.range(m_tiles, unroll=1):
         slot, parity = step % config.STATS_STAGES, step // config.STATS_STAGES % 2
         sLSE = cute.local_tile(smem["sStats"][0, None, slot], (config.HALF,), (half,))
@@ -121,9 +128,10 @@ def compute(number, smem, tmem, bars, outputs, scales, where, rank, m_tiles, tid
         fence_before()
         arrive_at_leader(bars.p_full.data_ptr())
         cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), step % 2)  # MMA's commit arrives
-        cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
         fence_after()
-        differences(tdP, tdS, rP, sD, smem["sdS_rows"][tidx, None, block], tidx)
+        differences(tdP, tdS, rP, rdS, sD, tidx)
+        cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
+        stage(rdS, smem["sdS_rows"][tidx, None, block])
         cute.arch.fence_proxy("async.shared", space="cta")  # sdS, sdX: then MMA, a copy reads them
         fence_before()
         arrive_at_leader(bars.ds_full.data_ptr())

@@ -293,20 +293,22 @@ def probabilities(role: Role, cta: Cta, half: int, slot: int, step: int):
     return torch.cat(parts, dim=1)
 
 
-def differences(role: Role, cta: Cta, half: int, slot: int, target, p, step: int):
-    """dS = P (dP - D) of this warpgroup's queries, in tensor and in shared memory."""
+def differences(role: Role, cta: Cta, half: int, slot: int, p, step: int):
+    """dS = P (dP - D) of this warpgroup's queries, in registers and tensor memory."""
+    parts = []
     for part in range(0, config.HALF, config.CHUNK):
         first = half * config.HALF + part
         dp = yield from role.tmem_load(cta.tdP.part(first, config.CHUNK), step)
         yield from role.wait_ld()
         d = role.read(statistics(cta, slot, 1, first), by_all=True)
         amounts = {"cvt": 0.5 * dp.numel(), "issue": slots(SLOTS_DS, dp)}
-        moved = broadcast(role, dp) + 2 * dp.numel()
+        moved = broadcast(role, dp)
         yield from role.execute("dS", step, fma=2 * dp.numel(), smem=moved, **amounts)
         ds = p[:, part : part + config.CHUNK] * (dp - d)
         yield from role.tmem_store(cta.tdS[half].part(part // 2, config.CHUNK // 2), ds, step)
-        role.write(target.part(columns=slice(part, part + config.CHUNK)), ds)
+        parts.append(ds)
     yield from role.wait_st()
+    return torch.cat(parts, dim=1)
 
 
 def statistics(cta: Cta, slot: int, row: int, first: int):
@@ -339,9 +341,11 @@ def compute(role: Role, cta: Cta, number: int):
         role.fence_before()
         role.arrive("p_full", to=LEADER)  # MMA waits
         yield from role.wait("dp_full", step % 2, step)  # MMA's commit arrives
-        yield from role.wait("dq_full", step % 2 ^ 1, step)  # MMA's commit arrives
         role.fence_after()
-        yield from differences(role, cta, half, slot, target, p, step)
+        ds = yield from differences(role, cta, half, slot, p, step)
+        yield from role.wait("dq_full", step % 2 ^ 1, step)  # MMA's commit arrives
+        yield from role.execute("stage dS", step, smem=target.bytes)
+        role.write(target, ds)
         role.fence_proxy()
         role.fence_before()
         role.arrive("ds_full", to=LEADER)  # MMA waits
