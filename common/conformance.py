@@ -30,12 +30,16 @@ SILENT_FENCES = ("mbarrier_init", "bulk.commit")
 
 @dataclass(frozen=True)
 class Act:
-    """A step or a note in the words of both. where: PTX line, or the model's line."""
+    """A step or a note in the words of both. where: PTX line, or the model's line.
+
+    barrier: its name in the plan, where `what` is none.
+    """
 
     verb: str
     what: str
     numbers: tuple
     where: str
+    barrier: str = ""
 
     @property
     def key(self) -> tuple:
@@ -95,7 +99,8 @@ def conform(log: Log, notes: Sequence[Note], plan: Plan, place: Place) -> Confor
             count += len(pairs)
             for act, note in pairs:
                 line = int(act.where.rpartition(" ")[2])
-                lines.setdefault(line, set()).add((role.name, note.where, _row(note.what)))
+                name = note.barrier or _row(note.what)
+                lines.setdefault(line, set()).add((role.name, note.where, name))
             if difference:
                 differences.append(Difference(agent, difference))
     return Conformance(
@@ -260,7 +265,8 @@ def _wanted(notes: Sequence[Note], plan: Plan, role: Role, place: Place) -> Iter
             (memory, cells), (barrier, _) = note.places
             numbers = (*numbers, memory, cells, barrier)
         elif note.verb == "sync" and plan.barrier(_row(what)).kind == "cluster":
-            what, numbers = "cluster", ()
+            yield Act("sync", "cluster", (), note.line, what)
+            continue
         elif note.verb == "sync":
             numbers = (plan.barrier(_row(what)).arrivals(plan),)
         yield Act(note.verb, what, numbers, note.line)
@@ -312,8 +318,8 @@ def _one_sum(before: Note, note: Note) -> Note | None:
 
 
 def _one_copy(before: Note, note: Note) -> Note | None:
-    """Both as one copy from shared memory; None where they are not of the same rows, the second
-    from the bytes and to the columns further on."""
+    """Both as one reduction; None where they are not of the same rows, the second from the bytes
+    and to the columns further on."""
     if (before.verb, before.source) != (note.verb, note.source) or note.verb != "reduce":
         return None
     (start, size, row, columns), (next_start, more, next_row, others) = before.numbers, note.numbers

@@ -227,7 +227,7 @@ class Role:
         target = target.on(peer.smem)
         it = self._barrier(barrier, MBarrier, "producers", sm=peer)
         places = ((target.memory, target.cells), (it.name, ()))
-        numbers = source.start, source.bytes
+        numbers = source.first, source.bytes
         self.sm.notes.append(Note(self.agent, "copy", source.name, line, numbers, places))
         strand = self.order.issue(self.agent, "dsmem.copy", op, line)
         self.order.read(strand, self.sm.smem.name, source.cells, op, line, proxy="async")
@@ -431,7 +431,7 @@ class Role:
         shift = tile.columns[0] - slot.columns[0]
         boxes = tuple(column + shift for column in slot.block_columns)
         row = tile.rows[0] if tile.source.tensor.dim() > 1 else None
-        numbers = (slot.start, slot.bytes, row, boxes)
+        numbers = (slot.first, slot.bytes, row, boxes)
         places = ((barrier, ()),) if barrier else ()
         name = tile.source.name
         self.sm.notes.append(Note(self.agent, verb, slot.name, line, numbers, places, name))
