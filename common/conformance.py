@@ -351,8 +351,12 @@ def _coordinates(row: int | None, source: str, place: Place) -> tuple[int, int, 
 
 def _only_first(act: Act, plan: Plan, role: Role) -> bool:
     """Whether one warp does this for its role."""
-    if act.verb in ISSUED or (act.verb == "arrive" and act.numbers == (1,)):
+    if act.verb in ISSUED:
         return True
+    if act.verb == "arrive":
+        producers = plan.barrier(_row(act.what)).producers
+        by_warp = any(row.role == role.name and row.unit == "warp" for row in producers)
+        return act.numbers == (1,) and not by_warp
     if act.verb != "wait":
         return False
     consumers = plan.barrier(_row(act.what)).consumers

@@ -118,8 +118,8 @@ def _copies(head_dim: int) -> tuple[Barrier, ...]:
 def _products() -> tuple[Barrier, ...]:
     commit, mma, reduce = (Arrival("MMA", "commit"),), (Arrival("MMA"),), (Arrival("REDUCE"),)
     compute = (Arrival("COMPUTE0"), Arrival("COMPUTE1"))
-    all_compute = (Arrival("COMPUTE0", ctas=CTAS), Arrival("COMPUTE1", ctas=CTAS))
-    all_reduce = (Arrival("REDUCE", ctas=CTAS),)
+    all_compute = (Arrival("COMPUTE0", "warp", CTAS), Arrival("COMPUTE1", "warp", CTAS))
+    all_reduce = (Arrival("REDUCE", "warp", CTAS),)
     return (
         Barrier("s_full", commit, compute, "S is complete"),
         Barrier("s_read", all_compute, mma, "S is in registers: P and dQ may overwrite it"),

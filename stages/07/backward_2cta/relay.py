@@ -16,8 +16,13 @@ CLUSTER = nvvm.MemScopeKind.CLUSTER
 
 @cute.jit
 def arrive_at_leader(barrier):
-    """Arrive on the leader's `barrier`, where MMA waits. Runs: each thread that calls it."""
-    cute.arch.mbarrier_arrive(barrier, LEADER, scope=CLUSTER)
+    """Arrive on the leader's `barrier`, where MMA waits, once for a warp.
+
+    Runs: whole warps, converged. What its lanes did before is released with it.
+    """
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier, LEADER, scope=CLUSTER)
 
 
 @cute.jit
@@ -37,5 +42,4 @@ def relay(sdS_rows: cute.Tensor, bars, rank, m_tiles: Int32):
         with cute.arch.elect_one():
             copy_to_peer(place(config.CTAS), place(rank), dx_full, size, rank ^ 1)
         cute.arch.mbarrier_wait(dx_full, step % 2)  # the peer's copy arrives
-        with cute.arch.elect_one():
-            arrive_at_leader(bars.dx_both.data_ptr())
+        arrive_at_leader(bars.dx_both.data_ptr())
