@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flash_ladder import load
+from flash_ladder.common import inputs
 from flash_ladder.common.conformance import conform
-from flash_ladder.common.grid import Place
+from flash_ladder.common.grid import Place, grid
 from flash_ladder.common.hopper.log import CLUSTER, Kind
 from flash_ladder.common.model import B200, Global, Pair
 from flash_ladder.common.plan import Arrival, Barrier, Plan, Role, SmemBuffer
@@ -134,3 +136,12 @@ def test_a_warp_that_does_not_end_in_one_cta():
     (difference,) = _conform(logs).differences
     assert str(difference) == "warp 0 of CTA 1: the log does not show its end"
     assert ALL == 0xFFFFFFFF
+
+
+def test_a_pair_works_on_one_block():
+    part = load(7).part("backward_2cta")
+    sizes = {"batch": 2, "heads": 2, "seqlen_q": 128, "seqlen_k": 384, "head_dim": 128}
+    shape = grid(part, inputs.make("gaussian", **sizes))
+    assert (shape.rows, shape.blocks, shape.clusters, shape.ctas) == (256, 2, 8, 16)
+    assert shape.place(6) == shape.place(7) == Place(1, 1, 0, 256, shape.divided)
+    assert shape.place(8) == Place(0, 0, 1, 256, shape.divided)

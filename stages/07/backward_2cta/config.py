@@ -163,7 +163,7 @@ DECLARED = {
         "mma_ss": 2 * head_dim // 16 + CTAS * TILE // 16,  # S and dP; dQ
         "mma_ts": 2 * TILE // 16,  # dV and dK
         "ex2": HALF,
-        "mbarrier_waits": 29,  # one for each wait in the sources, of LOAD's last four one
+        "mbarrier_waits": 29,  # one for each wait in the sources, unrolled
         "mbarrier_arrives": 15,
         "commits": 9,
         "tmem_fences": 19,

@@ -22,35 +22,42 @@ from .reduce import reduce
 from .relay import relay
 
 
-@cute.struct
-class Barriers:
-    """The mbarriers of the plan, in its order, and where the address of TMEM is written."""
+def shared_storage():
+    """The mbarriers of the plan, in its order, and where the address of tensor memory is written.
 
-    k_full: cute.struct.MemRange[Int64, 1]
-    v_full: cute.struct.MemRange[Int64, 1]
-    kt_full: cute.struct.MemRange[Int64, 1]
-    q_full: cute.struct.MemRange[Int64, 1]
-    q_empty: cute.struct.MemRange[Int64, 1]
-    qt_full: cute.struct.MemRange[Int64, 1]
-    qt_empty: cute.struct.MemRange[Int64, 1]
-    stats_full: cute.struct.MemRange[Int64, config.STATS_STAGES]
-    do_full: cute.struct.MemRange[Int64, 1]
-    do_empty: cute.struct.MemRange[Int64, 1]
-    dot_full: cute.struct.MemRange[Int64, 1]
-    dot_empty: cute.struct.MemRange[Int64, 1]
-    s_full: cute.struct.MemRange[Int64, 1]
-    s_read: cute.struct.MemRange[Int64, 1]
-    p_full: cute.struct.MemRange[Int64, 1]
-    dp_full: cute.struct.MemRange[Int64, 1]
-    ds_full: cute.struct.MemRange[Int64, 1]
-    dq_full: cute.struct.MemRange[Int64, 1]
-    dq_read: cute.struct.MemRange[Int64, 1]
-    dx_staged: cute.struct.MemRange[Int64, 1]
-    dx_full: cute.struct.MemRange[Int64, 1]
-    dx_both: cute.struct.MemRange[Int64, 1]
-    dv_full: cute.struct.MemRange[Int64, 1]
-    dk_full: cute.struct.MemRange[Int64, 1]
-    tmem_address: Int32
+    Runs: trace.
+    """
+    slots = lambda stages: cute.struct.MemRange[Int64, stages]
+
+    @cute.struct
+    class Barriers:
+        k_full: slots(1)
+        v_full: slots(1)
+        kt_full: slots(1)
+        q_full: slots(1)
+        q_empty: slots(1)
+        qt_full: slots(1)
+        qt_empty: slots(1)
+        stats_full: slots(config.STATS_STAGES)
+        do_full: slots(1)
+        do_empty: slots(1)
+        dot_full: slots(1)
+        dot_empty: slots(1)
+        s_full: slots(1)
+        s_read: slots(1)
+        p_full: slots(1)
+        dp_full: slots(1)
+        ds_full: slots(1)
+        dq_full: slots(1)
+        dq_read: slots(1)
+        dx_staged: slots(1)
+        dx_full: slots(1)
+        dx_both: slots(1)
+        dv_full: slots(1)
+        dk_full: slots(1)
+        tmem_address: Int32
+
+    return Barriers
 
 
 def operand_layouts(dtype, head_dim: int) -> dict:
@@ -182,7 +189,7 @@ def backward_kernel(
     where = (pair % pairs, pair // pairs % heads, pair // pairs // heads)
 
     allocator = cutlass.memory.SmemAllocator()
-    bars = allocator.allocate(Barriers)
+    bars = allocator.allocate(shared_storage())
     smem = shared_tensors(allocator, layouts, dtype)
     if warp == config.MMA:
         initialise(bars, head_dim)
