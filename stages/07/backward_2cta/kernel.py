@@ -207,7 +207,7 @@ def backward_kernel(
         elif warp == config.RELAY:
             relay(smem["sdS_rows"], bars, rank, m_tiles)
         elif warp == config.MMA and rank == LEADER:
-            mma(smem, tmem, bars, m_tiles, head_dim)
+            mma(smem, tmem, bars, m_tiles)
     elif warp >= config.COMPUTE0.start:
         cute.arch.setmaxregister_increase(config.REGISTERS["compute"])
         number, lane = (warp - config.COMPUTE0.start) // 4, tidx % 128

@@ -73,7 +73,7 @@ def mma_add(halves, sB: cute.Tensor, tD: cute.Tensor, accumulate, empty):
 
 
 @cute.jit
-def mma_dq(sdS: cute.Tensor, sKt: cute.Tensor, tdQ: cute.Tensor, head_dim, full):
+def mma_dq(sdS: cute.Tensor, sKt: cute.Tensor, tdQ: cute.Tensor, full):
     """Issue dQ = dS^T K over both CTAs' keys, and let `full` arrive when it is done.
 
     Runs: one warp, converged; one lane issues. Args, of this CTA: sdS ((HALF, 16), 1, TILE / 8, 1),
@@ -81,7 +81,7 @@ def mma_dq(sdS: cute.Tensor, sKt: cute.Tensor, tdQ: cute.Tensor, head_dim, full)
     float32 in TMEM. Arrives: full, where REDUCE and COMPUTE wait. Cost: TILE / 8 MMAs of 128 x d x
     16.
     """
-    _, _, mma_q = make_mmas(sdS.element_type, head_dim)
+    _, _, mma_q = make_mmas(sdS.element_type, cute.size(tdQ, mode=[0, 1]))
     tA = mma_q.make_fragment_A(sdS)  # (1, 1, TILE / 8, 1) descriptors
     tB = mma_q.make_fragment_B(sKt)  # (1, 1, TILE / 8, 1) descriptors
     for k_block in cutlass.range_constexpr(cute.size(tA, mode=[2])):
@@ -116,7 +116,7 @@ def dp(smem, tmem, bars, step):
 
 
 @cute.jit
-def dq(smem, tmem, bars, m_tiles, step, head_dim: cutlass.Constexpr):
+def dq(smem, tmem, bars, m_tiles, step):
     """Issue dQ of a step, when the halves of dS were swapped and the S after it was read.
 
     Runs: MMA. Waits: kt_full, s_read, dx_both.
@@ -128,7 +128,7 @@ def dq(smem, tmem, bars, m_tiles, step, head_dim: cutlass.Constexpr):
         cute.arch.mbarrier_wait(bars.s_read.data_ptr(), parity)  # COMPUTE of both CTAs arrives
         fence_after()
     cute.arch.mbarrier_wait(bars.dx_both.data_ptr(), step % 2)  # RELAY of both CTAs arrives
-    mma_dq(smem["sdS"], smem["sKt"], tmem["dQ_mma"], head_dim, bars.dq_full.data_ptr())
+    mma_dq(smem["sdS"], smem["sKt"], tmem["dQ_mma"], bars.dq_full.data_ptr())
 
 
 @cute.jit
@@ -141,7 +141,7 @@ def add_dv(smem, tmem, bars, step):
 
 
 @cute.jit
-def mma(smem, tmem, bars, m_tiles: Int32, head_dim: cutlass.Constexpr):
+def mma(smem, tmem, bars, m_tiles: Int32):
     """Issue S, dP and dV of a step, and between them dK and dQ of the step before.
 
     Runs: MMA of the leader, converged. Args: smem, tmem, tensors by name (`shared_tensors`,
@@ -165,7 +165,7 @@ def mma(smem, tmem, bars, m_tiles: Int32, head_dim: cutlass.Constexpr):
         if step < m_tiles:
             dp(smem, tmem, bars, step)
         if step > 0:
-            dq(smem, tmem, bars, m_tiles, step - 1, head_dim)
+            dq(smem, tmem, bars, m_tiles, step - 1)
         if step < m_tiles:
             add_dv(smem, tmem, bars, step)
     commit(bars.dk_full.data_ptr())  # COMPUTE waits
