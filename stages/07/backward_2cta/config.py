@@ -173,6 +173,7 @@ DECLARED = {
         "init_fences": 1,
         "tmem_deallocs": 1,
         "tma_reductions": head_dim // SLICE,
+        "dsmem_copies": 1,
         "slots_per_element": ("<=", 5.4),
         "mma_warp_issue": ("<=", 570),
         "tile_cycles_smem": 2304,  # and 384 for the copies between the CTAs
