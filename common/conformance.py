@@ -30,12 +30,16 @@ SILENT_FENCES = ("mbarrier_init", "bulk.commit")
 
 @dataclass(frozen=True)
 class Act:
-    """A step or a note in the words of both. where: PTX line, or the model's line."""
+    """A step or a note in the words of both. where: PTX line, or the model's line.
+
+    barrier: its name in the plan, where `what` is none.
+    """
 
     verb: str
     what: str
     numbers: tuple
     where: str
+    barrier: str = ""
 
     @property
     def key(self) -> tuple:
@@ -74,26 +78,29 @@ class Conformance:
 
 
 def conform(log: Log, notes: Sequence[Note], plan: Plan, place: Place) -> Conformance:
-    """Compare the log of a CTA with the notes of its model.
+    """Compare the log of a CTA, or of a pair, with the notes of its model.
 
-    place: of the CTA, to know which tiles it has to load and store.
+    place: of the CTA or pair, to know which tiles it has to load and store.
     """
     found = steps(log, plan)
-    tensors = _tensors(found, notes, plan)
-    differences, lines, count = _initialised(found, plan) + _warps(found, plan), {}, 0
-    for role in plan.roles:
-        wanted = [note for note in notes if note.agent == role.name]
+    suffixes = [f"@{rank}" for rank in range(log.ctas)] if log.ctas > 1 else [""]
+    tensors = _tensors(found, notes, plan, suffixes[0])
+    differences = _initialised(found, plan, suffixes) + _warps(found, plan, log.ctas)
+    lines, count = {}, 0
+    for (rank, suffix), role in itertools.product(enumerate(suffixes), plan.roles):
+        wanted = [note for note in notes if note.agent == role.name + suffix]
+        of_cta = [step for step in found if step.rank == rank]
         for index, warp in enumerate(role.warps):
-            did = list(_acts(found, warp, log, tensors))
+            did = list(_acts(of_cta, warp, log, tensors))
             mine = [note for note in wanted if note.quarter in (None, warp % QUARTERS)]
             should = list(_wanted(mine, plan, role, place))
-            agent = f"{role.name}.{index}" if len(role.warps) > 1 else role.name
+            agent = (f"{role.name}.{index}" if len(role.warps) > 1 else role.name) + suffix
             pairs, difference = _match(did, should, plan, role, index)
             count += len(pairs)
             for act, note in pairs:
                 line = int(act.where.rpartition(" ")[2])
-                twin = role.name, note.where, note.what.partition("[")[0]
-                lines.setdefault(line, set()).add(twin)
+                name = note.barrier or _row(note.what)
+                lines.setdefault(line, set()).add((role.name, note.where, name))
             if difference:
                 differences.append(Difference(agent, difference))
     return Conformance(
@@ -101,11 +108,18 @@ def conform(log: Log, notes: Sequence[Note], plan: Plan, place: Place) -> Confor
     )
 
 
-def _initialised(found: list[Step], plan: Plan) -> list[Difference]:
+def _row(what: str) -> str:
+    """The name in the plan of a barrier, without slot and CTA."""
+    return what.partition("@")[0].partition("[")[0]
+
+
+def _initialised(found: list[Step], plan: Plan, suffixes: list[str]) -> list[Difference]:
     """Barriers whose arrivals of a phase are not the plan's, or that only one side has."""
     did = {step.what: step.numbers[0] for step in found if step.verb == "init"}
     should = {
-        name: plan.barrier(name.partition("[")[0]).arrivals(plan) for name in plan.mbarrier_offsets
+        name + suffix: plan.barrier(_row(name)).arrivals(plan)
+        for name in plan.mbarrier_offsets
+        for suffix in suffixes
     }
     wrong = sorted(name for name in did.keys() | should.keys() if did.get(name) != should.get(name))
     return [
@@ -116,28 +130,33 @@ def _initialised(found: list[Step], plan: Plan) -> list[Difference]:
     ]
 
 
-def _warps(found: list[Step], plan: Plan) -> list[Difference]:
+def _warps(found: list[Step], plan: Plan, ctas: int) -> list[Difference]:
     """Warps that the plan does not have, and those whose threads did not all come to an end."""
-    planned = {warp for role in plan.roles for warp in role.warps}
-    strange = sorted({step.warp for step in found} - planned)
-    ends = Counter()
+    warps = [warp for role in plan.roles for warp in role.warps]
+    planned = set(itertools.product(range(ctas), warps))
+    ends = Counter({(step.rank, step.warp): 0 for step in found})
     for step in found:
-        ends[step.warp] += step.lanes.bit_count() if step.verb == "exit" else 0
-    unfinished = sorted(warp for warp in planned if ends[warp] != THREADS_PER_WARP)
+        ends[step.rank, step.warp] += step.lanes.bit_count() if step.verb == "exit" else 0
+    strange = sorted(ends.keys() - planned)
+    unfinished = sorted(where for where in planned if ends[where] != THREADS_PER_WARP)
+    called = lambda rank, warp: f"warp {warp}" + (f" of CTA {rank}" if ctas > 1 else "")
     return [
-        *[Difference(f"warp {warp}", "the plan has no such warp") for warp in strange],
-        *[Difference(f"warp {warp}", "the log does not show its end") for warp in unfinished],
+        *[Difference(called(*where), "the plan has no such warp") for where in strange],
+        *[Difference(called(*where), "the log does not show its end") for where in unfinished],
     ]
 
 
-def _tensors(found: list[Step], notes: Sequence[Note], plan: Plan) -> dict[int, str]:
-    """Number of each tensor in the log -> its name in the model, by the order of first use."""
+def _tensors(found: list[Step], notes: Sequence[Note], plan: Plan, suffix: str) -> dict[int, str]:
+    """Number of each tensor map in the log -> its tensor in the model, copy by copy.
+
+    A tensor may have several maps. suffix: of the CTA that is looked at, the first.
+    """
     names: dict[int, str] = {}
     for role in plan.roles:
-        used = [n.source for n in notes if n.agent == role.name and n.source]
-        mine = [s.numbers[2] for s in found if s.warp in role.warps and _copies(s)]
-        for number, name in zip(dict.fromkeys(mine), dict.fromkeys(used)):
-            names.setdefault(number, name)
+        used = _neighbours_joined([n for n in notes if n.agent == role.name + suffix and n.source])
+        mine = [s for s in found if s.rank == 0 and s.warp in role.warps and _copies(s)]
+        for step, note in zip(mine, used):
+            names.setdefault(step.numbers[2], note.source)
     return names
 
 
@@ -158,6 +177,11 @@ def _acts(found: list[Step], warp: int, log: Log, tensors: dict[int, str]) -> It
         if step.verb == "bar.arrive":
             synced = after and after.verb == "bar.wait" and after.what == step.what
             yield Act("sync" if synced else "bar.arrive", step.what, step.numbers, where)
+        elif step.verb == "cluster.arrive":
+            synced = after and after.verb == "cluster.wait"
+            yield Act("sync" if synced else "cluster.arrive", "cluster", (), where)
+        elif step.verb == "copy":
+            yield Act("copy", step.what, _copy_to_peer(step, log), where)
         elif step.verb == "arrive":
             arrivals, expected = step.numbers
             if expected:
@@ -179,8 +203,15 @@ def _acts(found: list[Step], warp: int, log: Log, tensors: dict[int, str]) -> It
         elif step.verb in ("fence", "wait"):  # of the whole warp, whose lanes are one thread here
             part = "" if whole == THREADS_PER_WARP else f" of {whole} lanes only"
             yield Act(step.verb, step.what + part, step.numbers, where)
-        elif step.verb != "bar.wait":
+        elif step.verb not in ("bar.wait", "cluster.wait"):
             yield Act(step.verb, step.what, step.numbers, where)
+
+
+def _copy_to_peer(step: Step, log: Log) -> tuple:
+    """First byte, bytes, the place in the peer, the barrier there."""
+    (start, size), (barrier, _) = step.numbers, step.targets[0]
+    ((memory, cells),) = step.writes
+    return start - log.smem, size, memory, _moved(memory, cells, log), barrier
 
 
 def _mma(step: Step, log: Log) -> tuple:
@@ -230,8 +261,14 @@ def _wanted(notes: Sequence[Note], plan: Plan, role: Role, place: Place) -> Iter
             barriers = tuple(barrier for barrier, _ in note.places)
             at = _coordinates(row, note.source, place)
             numbers = (start, size, *barriers, note.source, columns, *at)
+        elif note.verb == "copy":
+            (memory, cells), (barrier, _) = note.places
+            numbers = (*numbers, memory, cells, barrier)
+        elif note.verb == "sync" and plan.barrier(_row(what)).kind == "cluster":
+            yield Act("sync", "cluster", (), note.line, what)
+            continue
         elif note.verb == "sync":
-            numbers = (plan.barrier(note.what.partition("[")[0]).arrivals(plan),)
+            numbers = (plan.barrier(_row(what)).arrivals(plan),)
         yield Act(note.verb, what, numbers, note.line)
 
 
@@ -243,10 +280,11 @@ def _first_name(what: str, plan: Plan, names: Names) -> str:
 
 
 def _neighbours_joined(notes: Sequence[Note]) -> Iterator[Note]:
-    """Accesses of neighbouring columns, and MMAs that add up, as one, as `steps` has them."""
+    """Accesses of neighbouring columns, MMAs that add up, boxes side by side as one, as in
+    `steps`."""
     held = None
     for note in notes:
-        joined = held and (_one_access(held, note) or _one_sum(held, note))
+        joined = held and (_one_access(held, note) or _one_sum(held, note) or _one_copy(held, note))
         if held and not joined:
             yield held
         held = joined or note
@@ -279,6 +317,17 @@ def _one_sum(before: Note, note: Note) -> Note | None:
     return replace(before, numbers=(*a[:5], a[5] + b[5], *a[6:9], a[9] + b[9]), places=places)
 
 
+def _one_copy(before: Note, note: Note) -> Note | None:
+    """Both as one reduction; None where they are not of the same rows, the second from the bytes
+    and to the columns further on."""
+    if (before.verb, before.source) != (note.verb, note.source) or note.verb != "reduce":
+        return None
+    (start, size, row, columns), (next_start, more, next_row, others) = before.numbers, note.numbers
+    if start + size != next_start or row != next_row or others[0] <= columns[-1]:
+        return None
+    return replace(before, numbers=(start, size + more, row, columns + others))
+
+
 def _union(*places: Intervals) -> Intervals:
     """All intervals of some places, those that touch made one."""
     found: list[tuple[int, int]] = []
@@ -302,11 +351,15 @@ def _coordinates(row: int | None, source: str, place: Place) -> tuple[int, int, 
 
 def _only_first(act: Act, plan: Plan, role: Role) -> bool:
     """Whether one warp does this for its role."""
-    if act.verb in ISSUED or (act.verb == "arrive" and act.numbers == (1,)):
+    if act.verb in ISSUED:
         return True
+    if act.verb == "arrive":
+        producers = plan.barrier(_row(act.what)).producers
+        by_warp = any(row.role == role.name and row.unit == "warp" for row in producers)
+        return act.numbers == (1,) and not by_warp
     if act.verb != "wait":
         return False
-    consumers = plan.barrier(act.what.partition("[")[0]).consumers
+    consumers = plan.barrier(_row(act.what)).consumers
     return any(row.role == role.name and row.unit != "thread" for row in consumers)
 
 

@@ -253,7 +253,7 @@ def check_adversary(stage: Stage, seed: int) -> None:
         engine.settings()
 
 
-LOG_UNITS = 1 << 16  # 16 bytes each, for one CTA
+LOG_UNITS = 1 << 16  # 16 bytes each, for a CTA
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def log_problems(stage: KernelSource, dtype: str, head_dim: int) -> dict[str, in
 
 
 def check_executed(stage: KernelSource, dtype: str, head_dim: int) -> Executed:
-    """Each CTA's log has no race, and every warp did what its role does in the model."""
+    """Each cluster's log has no race, and every warp did what its role does in the model."""
     plan, logs, acts, edges = stage.config.plan(head_dim), [], 0, set()
     for name, problem in log_problems(stage, dtype, head_dim).items():
         notes_of, shape = stage.simulate_problem(problem).notes, grid(stage, problem)
@@ -298,17 +298,16 @@ def check_executed(stage: KernelSource, dtype: str, head_dim: int) -> Executed:
 
 
 def executed_logs(stage: KernelSource, problem: inputs.Problem) -> list[Log]:
-    """Execute a problem with the log, and check nothing of it; the logs of all CTAs in order."""
+    """Execute a problem with the log, and check nothing of it; the logs of clusters in order."""
     from .hopper.run import session
 
-    ctas = grid(stage, problem).ctas
-    engine = session(torch.cuda.current_device())
-    engine.settings(log_clusters=ctas, log_units=LOG_UNITS)
+    shape, engine = grid(stage, problem), session(torch.cuda.current_device())
+    engine.settings(log_clusters=shape.clusters, log_units=LOG_UNITS * shape.cluster)
     try:
         with execution("rewritten", log=True):
             run_problem(stage, problem)
         logs = [decode(data) for data in engine.logs()]
     finally:
         engine.settings()
-    assert len(logs) == ctas, f"{len(logs)} of {ctas} CTAs have a log"
+    assert len(logs) == shape.clusters, f"{len(logs)} of {shape.clusters} clusters have a log"
     return logs

@@ -256,7 +256,7 @@ def named_sites(stage: KernelSource, head_dim: int) -> list[Site]:
             if errors or not compared.exact:
                 raise Unsound(f"{name}: {(*errors, *compared.differences)[0]}")
             for step in steps(log, bench.plan):
-                if step.verb == "bar.wait":
+                if step.verb in ("bar.wait", "cluster.wait"):
                     continue
                 reached.setdefault(step.line, {})[site_name(step)] = None
             for line, places in compared.lines.items():
@@ -286,9 +286,11 @@ def _is_twin(site: mutation.Site, twins: Iterable[tuple[str, str, str]]) -> bool
 
 
 def site_name(step: Step) -> str:
-    """Role, verb and barrier (without its slot) of a step."""
-    role, what = step.agent.partition(".")[0], step.what.partition("[")[0]
-    verb = {"bar.arrive": "sync", "bulk.wait": "bulk_wait"}.get(step.verb, step.verb)
+    """Role, verb and barrier (without slot and CTA) of a step."""
+    role = step.agent.partition("@")[0].partition(".")[0]
+    what = step.what.partition("@")[0].partition("[")[0]
+    verbs = {"bar.arrive": "sync", "bulk.wait": "bulk_wait", "cluster.arrive": "sync"}
+    verb = verbs.get(step.verb, step.verb)
     return f"{role} {verb} {what}".rstrip()
 
 

@@ -13,6 +13,7 @@ import torch
 
 from . import contract_gpu, mutation
 from .executed import check_log
+from .grid import cluster_size
 from .hopper.log import decode
 from .hopper.run import session
 from .inputs import Problem
@@ -50,7 +51,7 @@ class Bench:
             timeout_ms=TIMEOUT_MS,
             skip=skip,
             log_clusters=int(log),
-            log_units=contract_gpu.LOG_UNITS,
+            log_units=contract_gpu.LOG_UNITS * cluster_size(self.stage),
             seed=seed,
             **contract_gpu.ADVERSARIES.get(seed, {}),
         )

@@ -2,8 +2,8 @@
 """Tensor memory, MMA and TMA helpers that are finished being taught. Runs: trace time, device."""
 
 import cutlass.cute as cute
-from cutlass import Float32
-from cutlass._mlir.dialects import nvvm
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -21,6 +21,25 @@ def fence_before(*, loc=None, ip=None):
 def fence_after(*, loc=None, ip=None):
     """tcgen05.fence::after_thread_sync: later TMEM accesses follow the wait that precedes."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def copy_to_peer(source, target, barrier, size: int, rank, *, loc=None, ip=None):
+    """cp.async.bulk of `size` bytes to shared memory of the CTA `rank` of the cluster.
+
+    source, target, barrier: shared pointers of this CTA; the copy goes to target's place in the
+    other one, its bytes count on the other's barrier. Runs: one thread. The DSL would leave the
+    barrier in this CTA, and takes no pointer to another for it: its address is given as a number.
+    """
+    at = {"loc": loc, "ip": ip}
+    its_target, its_barrier = (
+        cute.arch.map_dsmem_ptr(pointer, rank, **at).to_llvm_ptr(**at)
+        for pointer in (target, barrier)
+    )
+    number = llvm.ptrtoint(Int32.mlir_type, its_barrier, **at)
+    its_barrier = llvm.inttoptr(llvm.PointerType.get(cute.AddressSpace.smem), number, **at)
+    given = its_target, source.to_llvm_ptr(**at), its_barrier, Int32(size).ir_value(**at)
+    nvvm.cp_async_bulk_shared_cluster_shared_cta(*given, **at)
 
 
 def make_mma(dtype, shape, *, a_major="K", b_major="K", a_in_tmem=False, ctas=1):
@@ -49,12 +68,15 @@ def operand_layout(shape, major: str, dtype, stages: int):
     return tcgen05.tile_to_mma_shape(atom, cute.append(shape, stages), order=order)
 
 
-def tma_load(mma, operand: str, mX, layout, tile):
-    """TMA atom and tensor that load one stage of `operand` ("A", "B"); tile: (M, N, K)."""
+def tma_load(mma, operand: str, mX, layout, tile, ctas=1):
+    """TMA atom and tensor that load one stage of `operand` ("A", "B"); tile: (M, N, K).
+
+    In a pair each CTA loads its part, and the bytes count on the barrier of the leader.
+    """
     make = getattr(cute.nvgpu, f"make_tiled_tma_atom_{operand}")
-    op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
+    op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup(ctas))
     stage = cute.select(layout, mode=[0, 1, 2])
-    return make(op, mX, stage, tile, mma, (1, 1, 1, 1))
+    return make(op, mX, stage, tile, mma, (ctas, 1, 1, 1))
 
 
 def tma_views(load, sX, tXgX):

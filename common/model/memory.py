@@ -132,6 +132,11 @@ class Slot:
         return offset + self.index * self.buffer.slot_bytes
 
     @property
+    def first(self) -> int:
+        """First byte of the rectangle."""
+        return self.cells[0][0] * CELL
+
+    @property
     def _block(self) -> int:
         """Bytes of a row that lie together: 128, or the row where that is no multiple."""
         row = self.buffer.shape[-1] * self.buffer.dtype.itemsize

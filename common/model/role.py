@@ -226,7 +226,9 @@ class Role:
         line, op, peer = caller_line(), f"copy {source.name}", self.sm.peer
         target = target.on(peer.smem)
         it = self._barrier(barrier, MBarrier, "producers", sm=peer)
-        self._note("copy", source.name, line, source.start, source.bytes)
+        places = ((target.memory, target.cells), (it.name, ()))
+        numbers = source.first, source.bytes
+        self.sm.notes.append(Note(self.agent, "copy", source.name, line, numbers, places))
         strand = self.order.issue(self.agent, "dsmem.copy", op, line)
         self.order.read(strand, self.sm.smem.name, source.cells, op, line, proxy="async")
         self.order.write(strand, peer.smem.name, target.cells, op, line, proxy="async")
@@ -260,9 +262,11 @@ class Role:
         bf16 = b.buffer.dtype == torch.bfloat16
         starts = tuple(zip(a.starts(MMA_K), b.starts(MMA_K)))  # of A and B, by instruction
         numbers = (d.column, d.columns, int(accumulate), *shape, bf16, *turned, starts)
-        places = ((a.memory, a.cells), (b.memory, b.cells))
+        sms = self.sm.pair.sms if pair else [self.sm]
+        read = [x.on(sm.tmem if isinstance(x, TmemView) else sm.smem) for sm in sms for x in (a, b)]
+        places = tuple((x.memory, x.cells) for x in read)
         self.sm.notes.append(Note(self.agent, "mma", d.name, line, numbers, places))
-        for sm in self.sm.pair.sms if pair else [self.sm]:
+        for sm in sms:
             smem, tmem = sm.smem.name, sm.tmem.name
             self.order.read(strand, smem, b.cells, op, line, proxy="async")
             if isinstance(a, TmemView):
@@ -427,7 +431,7 @@ class Role:
         shift = tile.columns[0] - slot.columns[0]
         boxes = tuple(column + shift for column in slot.block_columns)
         row = tile.rows[0] if tile.source.tensor.dim() > 1 else None
-        numbers = (slot.start, slot.bytes, row, boxes)
+        numbers = (slot.first, slot.bytes, row, boxes)
         places = ((barrier, ()),) if barrier else ()
         name = tile.source.name
         self.sm.notes.append(Note(self.agent, verb, slot.name, line, numbers, places, name))

@@ -8,8 +8,8 @@ from ..common.plan import Arrival, Barrier, Envelope, Plan, Role, SmemBuffer, Tm
 
 NAME = "backward"
 IDEA = "P is computed again from Q, K and LSE; five products give dQ, dK and dV."
-PARTS = ("preprocess", "backward_1cta", "postprocess")  # kernels of the backward pass, in order
-BACKWARD = {64: "backward_1cta", 128: "backward_1cta"}  # which of them computes gradients
+PARTS = ("preprocess", "backward_1cta", "backward_2cta", "postprocess")  # kernels, in order
+BACKWARD = {64: "backward_1cta", 128: "backward_2cta"}  # which of them computes gradients
 
 TILE_M = 128  # query rows of a tile, one per thread of its softmax warpgroup
 Q_TILES = 2  # query tiles of a CTA
