@@ -308,11 +308,13 @@ def judge_gradients(
     truth = reference.attention_backward(*tensors, dlse=dlse, **scale)
     yardstick = reference.same_precision_backward(*tensors, dlse=dlse, **scale)
     of_out = reference.stored_output_error(*tensors, out_dtype=problem.q.dtype, **scale)
+    of_d = reference.statistics_error(*tensors, **scale)
     ignored = {"dq": truth.ignore_q, "dk": truth.ignore_k, "dv": truth.ignore_k}
     found = []
     for name, made in {"dq": dq, "dk": dk, "dv": dv}.items():
         right = getattr(truth, name)
-        floor = numerics.half_ulp(right, made.dtype) + getattr(of_out, name).abs()
+        floor = numerics.half_ulp(right, made.dtype)
+        floor = floor + getattr(of_out, name).abs() + getattr(of_d, name).abs()
         options = {"floor": floor.nan_to_num(0.0, 0.0), "ignore": ignored[name], "rows": False}
         found.append(numerics.compare(made, right, getattr(yardstick, name), name=name, **options))
     return found

@@ -22,7 +22,8 @@ Note [Tolerance rule]
 
     Gradients need two changes. Rows of dQ and dK can cancel to almost nothing, so row_rel means
     little there (rows=False). And the backward reads O as the forward rounded it, which torch
-    does not do: `half_ulp` of the gradient plus `reference.stored_output_error` is their floor.
+    does not do, and takes D from it in float32: `half_ulp` of the gradient, plus
+    `reference.stored_output_error`, plus `reference.statistics_error` is their floor.
 
     Not a matter of degree, so never excused by a tolerance: NaN or Inf where the true value is
     finite, a finite value where it is not, and elements the kernel never wrote.

@@ -266,6 +266,21 @@ def stored_output_error(
     return attention_backward(q, k, v, torch.zeros_like(dout), dlse=dlse, **options)
 
 
+def statistics_error(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options) -> Gradients:
+    """Computes what a rounding of D = rowsum(O * dO) in float32 does to the gradients.
+
+    Where one key has all of P, dP and D are sums of the same products, and dS is their difference:
+    0 but for roundings, since the two are added up in different orders. D is taken to be off by
+    2**-24 of the sum of its terms' magnitudes. That, too, is part of the algorithm.
+
+    Args, result and errors as `stored_output_error`, without out_dtype.
+    """
+    exact = attention(q, k, v, **options).out
+    terms = exact * dout.to(exact.dtype)
+    dlse = 2.0**-24 * terms.abs().sum(-1).transpose(1, 2)
+    return attention_backward(q, k, v, torch.zeros_like(dout), dlse=dlse, **options)
+
+
 def attention_varlen(
     q: Tensor,
     k: Tensor,

@@ -629,3 +629,26 @@ def test_backward_and_yardstick_argument_errors():
         reference.same_precision(q, k, v, dtype=torch.float32)
     with pytest.raises(TypeError, match="they must be equal"):
         reference.same_precision(q, k.bfloat16(), v)
+
+
+def test_statistics_error_is_what_two_orders_of_a_float32_sum_do():
+    """One key has all of P: dS is dP - D, two sums of the same products, 0 but for roundings."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (1, 64, 1, 128)
+    q, dout = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+    k, v = torch.zeros(1, 128, 1, 128).bfloat16(), torch.ones(1, 128, 1, 128).bfloat16()
+    v[0, 7] = torch.randn(1, 128, generator=generator).bfloat16()
+    q[..., 0], k[0, 7, 0, 0] = 16.0, 64.0  # a score of 1024 / sqrt(128) above all others
+    truth = reference.attention_backward(q, k, v, dout).dq
+    value, given = v[0, 7, 0].float(), dout[0, :, 0].float()
+    forwards = torch.zeros(64)
+    for i in range(128):
+        forwards += value[i] * given[:, i]
+    backwards = torch.zeros(64)
+    for i in reversed(range(128)):
+        backwards += value[i] * given[:, i]
+    off = (forwards - backwards)[:, None] * k[0, 7, 0].float() * 128**-0.5
+    found = reference.statistics_error(q, k, v, dout).dq[0, :, 0].abs()
+    rms = lambda x: x.double().pow(2).mean().sqrt()
+    assert rms(off) > rms(truth) and 0.05 * rms(found) < rms(off) < 2 * rms(found)
+    assert not reference.statistics_error(q, k, v, torch.zeros_like(dout)).dk.any()
