@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -99,30 +99,18 @@ def gradient_run(
     `cta(batch, head, n_block, dq_accum)` gives an `Sm` (or `Pair`) ready to run, which adds to
     dq_accum (sq, d) float32, and a function that returns its dk and dv (keys, d) afterwards.
     """
-    if max_ctas is not None and max_ctas < 1:
-        raise ValueError(f"max_ctas must be at least 1; got {max_ctas}")
     batch, seqlen_k, heads, head_dim = k.shape
-    blocks = math.ceil(seqlen_k / unit)
-    ctas = blocks * heads * batch
     dk, dv = (torch.full(k.shape, float("nan"), dtype=k.dtype) for _ in range(2))
     accum = torch.zeros(batch, heads, q.shape[1], head_dim)
-    cycles, findings, notes, trace, tmem_log = [], [], [], (), ()
-    for block in range(ctas if max_ctas is None else min(ctas, max_ctas)):
-        n_block, head, b = block % blocks, block // blocks % heads, block // blocks // heads
-        sm, result = cta(b, head, n_block, accum[b, head])
-        cycles.append(sm.run())
-        if block == 0:
-            leader = sm.sms[0] if isinstance(sm, Pair) else sm
-            trace, tmem_log = tuple(sm.trace), tuple(leader.tmem.log)
-        notes.append(tuple(sm.notes))
-        findings += [f"CTA {block}: {finding}" for finding in sm.findings()]
+    ran = _Ran(math.ceil(seqlen_k / unit), heads, batch, max_ctas)
+    for b, head, n_block in ran.places():
+        result = ran.run(*cta(b, head, n_block, accum[b, head]))
         keys = slice(n_block * unit, (n_block + 1) * unit)
-        dk[b, keys, head], dv[b, keys, head] = result()
-    complete = len(cycles) == ctas
+        dk[b, keys, head], dv[b, keys, head] = result
+    complete = len(ran.cycles) == ran.ctas
     dq = (accum * softmax_scale if complete else accum * float("nan")).to(q.dtype).transpose(1, 2)
     flop = 10.0 * batch * heads * q.shape[1] * seqlen_k * head_dim
-    common = (tuple(cycles), trace, ctas, flop, tuple(findings), tmem_log, tuple(notes))
-    return GradientRun(machine, dq, torch.empty(0), *common, dk, dv)
+    return GradientRun(machine, dq, torch.empty(0), **ran.fields(), flop=flop, dk=dk, dv=dv)
 
 
 def grid_run(
@@ -138,26 +126,50 @@ def grid_run(
     `cta(batch, head, m_block)` gives an `Sm` (or `Pair`) ready to run and a function that returns
     its out (tile_m, d) and lse (tile_m,) afterwards; rows beyond the tensor are dropped.
     """
-    if max_ctas is not None and max_ctas < 1:
-        raise ValueError(f"max_ctas must be at least 1; got {max_ctas}")
     batch, seqlen_q, heads, head_dim = q.shape
-    blocks = math.ceil(seqlen_q / tile_m)
-    ctas = blocks * heads * batch
     out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
     lse = torch.full((batch, heads, seqlen_q), float("nan"))
-    cycles, findings, notes, trace, tmem_log = [], [], [], (), ()
-    for block in range(ctas if max_ctas is None else min(ctas, max_ctas)):
-        m_block, head, b = block % blocks, block // blocks % heads, block // blocks // heads
-        sm, result = cta(b, head, m_block)
-        cycles.append(sm.run())
-        if block == 0:
-            leader = sm.sms[0] if isinstance(sm, Pair) else sm
-            trace, tmem_log = tuple(sm.trace), tuple(leader.tmem.log)
-        notes.append(tuple(sm.notes))
-        findings += [f"CTA {block}: {finding}" for finding in sm.findings()]
+    ran = _Ran(math.ceil(seqlen_q / tile_m), heads, batch, max_ctas)
+    for b, head, m_block in ran.places():
+        result = ran.run(*cta(b, head, m_block))
         rows = slice(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q))
-        tile_out, tile_lse = (values[: rows.stop - rows.start] for values in result())
+        tile_out, tile_lse = (values[: rows.stop - rows.start] for values in result)
         out[b, rows, head], lse[b, head, rows] = tile_out.to(q.dtype), tile_lse
     flop = 4.0 * batch * heads * seqlen_q * k.shape[1] * head_dim
-    found = tuple(findings)
-    return Run(machine, out, lse, tuple(cycles), trace, ctas, flop, found, tmem_log, tuple(notes))
+    return Run(machine, out, lse, **ran.fields(), flop=flop)
+
+
+class _Ran:
+    """What the CTAs (or pairs) of a grid leave behind, one after the other."""
+
+    def __init__(self, blocks: int, heads: int, batch: int, max_ctas: int | None):
+        if max_ctas is not None and max_ctas < 1:
+            raise ValueError(f"max_ctas must be at least 1; got {max_ctas}")
+        self.blocks, self.heads, self.ctas = blocks, heads, blocks * heads * batch
+        self.wanted = self.ctas if max_ctas is None else min(self.ctas, max_ctas)
+        self.cycles: list[float] = []
+        self.findings: list[str] = []
+        self.notes: list[tuple[Note, ...]] = []
+        self.first: dict[str, tuple] = {"trace": (), "tmem_log": ()}
+
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """(batch entry, head, block) of those that are to run, blocks fastest."""
+        for number in range(self.wanted):
+            of_head = number // self.blocks
+            yield of_head // self.heads, of_head % self.heads, number % self.blocks
+
+    def run(self, sm: Sm | Pair, result: Result) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one to its end; returns its result."""
+        number = len(self.cycles)
+        self.cycles.append(sm.run())
+        if number == 0:
+            leader = sm.sms[0] if isinstance(sm, Pair) else sm
+            self.first = {"trace": tuple(sm.trace), "tmem_log": tuple(leader.tmem.log)}
+        self.notes.append(tuple(sm.notes))
+        self.findings += [f"CTA {number}: {finding}" for finding in sm.findings()]
+        return result()
+
+    def fields(self) -> dict:
+        """Of a `Run`, all but its tensors, machine and flop."""
+        lists = {"findings": tuple(self.findings), "notes": tuple(self.notes)}
+        return {"cta_cycles": tuple(self.cycles), "ctas": self.ctas, **self.first, **lists}
