@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the models of the stages' schedules say: order, overlap, cycles. All derived, no GPU."""
 
+import functools
 import pathlib
 from typing import NamedTuple
 
 import pytest
 import torch
 from flash_ladder import load
-from flash_ladder.common import derived, plan
+from flash_ladder.common import derived, gradients, inputs, plan, reference
 from flash_ladder.common.model import B200, Deadlock, Run, observe
 from flash_ladder.common.ordering import Ordering
 
@@ -222,3 +223,41 @@ def test_the_page_shows_what_the_model_derives(number, settings, row):
     tflops = derived.simulate(load(number), machine, sizes, settings).time.tflops
     page = pathlib.Path(__file__).parents[1] / "docs" / "model.md"
     assert f"| {row} | {tflops:.0f} |" in page.read_text(encoding="utf-8")
+
+
+@functools.cache
+def _backward(name: str, head_dim: int, tiles: int):
+    """One CTA, or pair, of a backward part against `tiles` query tiles: (problem, run)."""
+    part = load(7).part(name)
+    keys = 128 * (2 if name == "backward_2cta" else part.config.KEY_TILES[head_dim])
+    sizes = {"batch": 1, "seqlen_q": 128 * tiles, "seqlen_k": keys, "heads": 1}
+    problem = inputs.make("gaussian", **sizes, head_dim=head_dim)
+    forward = reference.attention(problem.q, problem.k, problem.v)
+    out, lse = forward.out.to(problem.q.dtype), forward.lse.float()
+    stats = gradients.statistics(out, lse, problem.dout)
+    tensors = problem.q, problem.k, problem.v, problem.dout
+    return problem, part.model.run(*tensors, stats, head_dim**-0.5, B200)
+
+
+def _step(name: str, head_dim: int) -> float:
+    """Cycles of a CTA for a query tile and a key tile in the steady state."""
+    short, long = (_backward(name, head_dim, tiles)[1].cta_cycles[0] for tiles in (8, 16))
+    return (long - short) / 8 / load(7).part(name).config.KEY_TILES[head_dim]
+
+
+def test_two_key_tiles_in_one_cta_beat_a_pair_at_head_dim_64():
+    """The pair at 64 exists as a model alone: its gradients are right, and it is slower."""
+    problem, run = _backward("backward_2cta", 64, 8)
+    truth = reference.attention_backward(problem.q, problem.k, problem.v, problem.dout)
+    for name in ("dq", "dk", "dv"):
+        error = getattr(run, name).double() - getattr(truth, name)
+        assert error.abs().max() < 0.01 * getattr(truth, name).abs().max()
+    print(_step("backward_1cta", 64), _step("backward_2cta", 64))
+    assert _step("backward_1cta", 64) < 0.95 * _step("backward_2cta", 64)
+
+
+def test_the_page_of_the_backward_shows_the_models_cycles():
+    page = (load(7).folder / "README.md").read_text(encoding="utf-8")
+    shown = [round(_step(*row)) for row in (("backward_2cta", 128), ("backward_1cta", 128))]
+    assert f"| cycles | {shown[0]} | | {shown[1]} | | {_step('backward_1cta', 64):.0f} |" in page
+    assert f"{_step('backward_2cta', 64):.0f} cycles" in page

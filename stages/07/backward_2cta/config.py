@@ -12,7 +12,7 @@ IDEA = "Two CTAs share every operand B, and swap half of dS: each adds half as m
 
 TILE = 128  # rows of a query tile and of a key tile; a key is a lane of tensor memory
 CTAS = 2  # of a cluster: the leader, rank 0, issues the MMAs of both
-KEY_TILES = {128: 1}  # of a CTA, by head dim: 128 columns of dK and of dV
+KEY_TILES = {64: 1, 128: 1}  # of a CTA, by head dim; 64 for the model alone
 STATS_STAGES = 2  # slots of the ring of LSE and D
 HALF = 64  # half of a query tile, of the columns: what a CTA has of them, or a warpgroup
 CHUNK = 32  # columns of tensor memory that one load or store moves
@@ -40,7 +40,7 @@ ENVELOPE = Envelope(
 
 
 def plan(head_dim: int) -> Plan:
-    """Resources of one CTA of the pair for `head_dim` (128)."""
+    """Resources of one CTA of the pair for `head_dim` (128; 64 for the model alone)."""
     tile_bytes, other = TILE * head_dim * 2, REGISTERS["other"]
     half_bytes = tile_bytes // CTAS
     return Plan(
@@ -67,8 +67,8 @@ def plan(head_dim: int) -> Plan:
             SmemBuffer("sdS", CTAS * TILE * HALF * 2, 1, 1024, "dS of both CTAs' keys"),
             SmemBuffer("sdX", TILE * HALF * 2, 1, 1024, "dS that goes to the peer"),
             SmemBuffer("sdQ", TILE * SLICE * 4, 1, 1024, "slices of dQ, a row for each lane"),
-            SmemBuffer("sdV", TILE * HALF * 2, 2, 1024, "dV to store", aliases=("sdO", "sdOt")),
-            SmemBuffer("sdK", TILE * HALF * 2, 2, 1024, "dK to store", aliases=("sQ", "sQt")),
+            SmemBuffer("sdV", TILE * head_dim, 2, 1024, "dV to store", aliases=("sdO", "sdOt")),
+            SmemBuffer("sdK", TILE * head_dim, 2, 1024, "dK to store", aliases=("sQ", "sQt")),
         ),
         tmem=(
             TmemRegion("S", TMEM_S, TILE, "scores, transposed", ("P0", "P1", "dQ")),
@@ -179,5 +179,5 @@ DECLARED = {
         "tile_cycles_smem": 2304,  # and 384 for the copies between the CTAs
         "tensor_ceiling": (">=", 0.99),
     }
-    for head_dim in KEY_TILES
+    for head_dim in ENVELOPE.head_dims
 }

@@ -97,9 +97,10 @@ class Cta:
         self.there = self.rank < cluster.key_tiles
         shapes = {
             **dict.fromkeys(("sK", "sV"), (tile, d)),
-            "sKt": (config.CTAS * tile, half),
+            "sKt": (config.CTAS * tile, d // 2),
             **dict.fromkeys(("sQ", "sdO"), (half, d)),
-            **dict.fromkeys(("sQt", "sdOt", "sdX", "sdV", "sdK"), (tile, half)),
+            **dict.fromkeys(("sQt", "sdOt", "sdV", "sdK"), (tile, d // 2)),
+            "sdX": (tile, half),
             "sdS": (config.CTAS * tile, half),
         }
         for name, shape in shapes.items():
@@ -121,8 +122,14 @@ class Cta:
 
     @property
     def own_half(self) -> slice:
-        """Of a query tile's rows or of the columns, the half that is this CTA's."""
+        """Of a query tile's rows the half that is this CTA's."""
         return slice(self.rank * config.HALF, (self.rank + 1) * config.HALF)
+
+    @property
+    def own_columns(self) -> slice:
+        """Of the columns the half that is this CTA's."""
+        wide = self.head_dim // 2
+        return slice(self.rank * wide, (self.rank + 1) * wide)
 
 
 # ---- load ----------------------------------------------------------------------------------
@@ -159,7 +166,7 @@ def load(role: Role, cta: Cta):
             load_half(role, cta, cta.q.tile(own_rows), cta.sQ[0], "q_full", step)
         if step > 0:
             yield from role.wait("qt_empty", step % 2, step)  # MMA's commit arrives
-            load_half(role, cta, cta.q.tile(before, cta.own_half), cta.sQt[0], "qt_full", step)
+            load_half(role, cta, cta.q.tile(before, cta.own_columns), cta.sQt[0], "qt_full", step)
         if step < cta.m_tiles:
             load_statistics(role, cta, step)
             if step == 0:
@@ -167,9 +174,11 @@ def load(role: Role, cta: Cta):
             yield from role.wait("do_empty", step % 2 ^ 1, step)  # MMA's commit arrives
             load_half(role, cta, cta.dout.tile(own_rows), cta.sdO[0], "do_full", step)
             if step == 0:
-                load_half(role, cta, cta.k.tile(columns=cta.own_half), cta.sKt[0], "kt_full")
+                load_half(role, cta, cta.k.tile(columns=cta.own_columns), cta.sKt[0], "kt_full")
             yield from role.wait("dot_empty", step % 2 ^ 1, step)  # MMA's commit arrives
-            load_half(role, cta, cta.dout.tile(rows, cta.own_half), cta.sdOt[0], "dot_full", step)
+            load_half(
+                role, cta, cta.dout.tile(rows, cta.own_columns), cta.sdOt[0], "dot_full", step
+            )
     for empty in ("q_empty", "qt_empty", "do_empty", "dot_empty"):
         yield from role.wait(empty, (cta.m_tiles - 1) % 2)  # MMA's last commits arrive
 
@@ -397,7 +406,7 @@ def add_slice(role: Role, cta: Cta, values: torch.Tensor, m_tile: int, number: i
     start = m_tile * config.TILE + cta.own_half.start
     for half in range(2):  # of the lanes, which have the same rows and other columns
         lanes = slice(half * config.HALF, (half + 1) * config.HALF)
-        column = half * config.HALF + number * config.SLICE
+        column = half * cta.head_dim // 2 + number * config.SLICE
         target = slice(start, start + config.HALF), slice(column, column + config.SLICE)
         role.reduce_add(cta.sdQ[0].part(lanes), cta.dq_accum.tile(*target), m_tile)
 
@@ -406,7 +415,7 @@ def add_slice(role: Role, cta: Cta, values: torch.Tensor, m_tile: int, number: i
 
 
 def epilogue(role: Role, cta: Cta, half: int):
-    """dV, then dK: each warpgroup has a block of HALF columns."""
+    """dV, then dK: each warpgroup has half of the columns."""
     yield from role.wait("dv_full", 0)  # MMA's commit arrives
     role.fence_after()
     yield from store_block(role, cta, cta.tdV, 1.0, cta.sdV[half], cta.dv, half)
@@ -418,8 +427,9 @@ def epilogue(role: Role, cta: Cta, half: int):
 
 def store_block(role: Role, cta: Cta, tD, scale: float, staged, target: Global, half: int):
     """A block of output, times `scale`, to shared memory and from there to global memory."""
-    column = half * config.HALF
-    for part in range(0, config.HALF, config.CHUNK):
+    wide = cta.head_dim // 2
+    column = half * wide
+    for part in range(0, wide, config.CHUNK):
         values = yield from role.tmem_load(tD.part(column + part, config.CHUNK))
         yield from role.wait_ld()
         n = values.numel()
@@ -428,7 +438,7 @@ def store_block(role: Role, cta: Cta, tD, scale: float, staged, target: Global, 
     role.fence_proxy()
     role.fence_before()
     yield from role.sync("staged")
-    role.tma_store(staged, target.tile(cta.own_keys, slice(column, column + config.HALF)))
+    role.tma_store(staged, target.tile(cta.own_keys, slice(column, column + wide)))
 
 
 # ---- kernel --------------------------------------------------------------------------------
