@@ -28,6 +28,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from .. import load
 from . import arith, exp2, exp2_study, float32, studies
 from .hopper.redirect import redirected
+from .ptx import ptx_hash
 from .verification import driver
 
 COMMAND = "python -m flash_ladder.common.exp2_gpu"
@@ -194,6 +195,7 @@ def measure() -> dict:
     return {
         "what": "2^x on a GPU: error of ex2.approx; emulation of stage 05 against exp2.exp2",
         "provenance": provenance,
+        "ptx_sha256": {name: ptx_hash(compiled_ptx(name)) for name in FUNCTIONS},
         "emulated": compared,
         **errors,
     }
