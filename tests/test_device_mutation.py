@@ -458,8 +458,8 @@ def test_counts_go_to_the_evidence_of_the_kernel(monkeypatch, tmp_path):
     assert code != 0 and "no rewritten run of this kernel" in complaint and not path.exists()
     run = {name: kind() for name, kind in evidence.RUN_FIELDS.items()}
     kernel = {name: kind() for name, kind in evidence.KERNEL_FIELDS.items()}
-    kernel |= {"key": "04-sm_100a-bfloat16-d128", "ptx_sha256": digest}
-    run |= {"mode": "rewritten", "kernels": [kernel]}
+    kernel |= {"key": "04-sm_100a-bfloat16-d128", "ptx_sha256": digest, "registers": -1}
+    run |= {"mode": "rewritten", "gpu": "Some H200", "kernels": [kernel]}
     run["tests"] = dict.fromkeys(evidence.TEST_FIELDS, 0)
     path.write_text(json.dumps({"schema": 1, "stage": 4, "runs": [run]}))
     code, *_ = _ladder("4", "--device", "--out", str(path))
