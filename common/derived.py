@@ -114,11 +114,13 @@ def simulate(
     run = _one_cta(stage, on, *(rows, keys)[::turn], sizes.head_dim)
     phases = timeline.phases(run)
     tile_m = math.ceil(rows / run.ctas)
+    cluster = getattr(stage.config, "CTAS", 1)  # that run as one
+    places = on.with_changes({"sms": on["sms"] // cluster}) if cluster > 1 else on
     whole = timeline.problem_time(
         phases.prologue,
         phases.per_tile,
         phases.epilogue,
-        machine=on,
+        machine=places,
         seqlen_q=sizes.seqlen,
         seqlen_k=sizes.seqlen,
         tile_m=tile_m,

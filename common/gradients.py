@@ -180,13 +180,15 @@ def simulate(part: Part, given: dict, softmax_scale, machine, max_ctas):
     if part.model is None:
         raise ValueError(f"part {part.tag} has no model")
     q, k, v = (given[name] for name in "qkv")
-    problem = check(part, q, k, v, softmax_scale, need_cuda=False)
+    with torch.no_grad():  # inputs of a backward may require grad: nothing is recorded
+        problem = check(part, q, k, v, softmax_scale, need_cuda=False)
     _check_upstream(q, given)
     out, lse, dout = (given[name] for name in ("out", "lse", "dout"))
-    if out is None or lse is None:
+    if (out is None) != (lse is None):
+        raise ValueError("out and lse belong to one forward: give both, or neither")
+    if out is None:
         truth = oracle_forward(problem, q, k, v)
-        out = truth.out if out is None else out
-        lse = truth.lse if lse is None else lse
+        out, lse = truth.out, truth.lse
     stats = statistics(out, lse, dout, given["dlse"])
     scale, on = problem.softmax_scale, machine or B200
     with torch.no_grad():

@@ -153,7 +153,11 @@ class Stage(KernelSource):
 
     def backward(self, head_dim: int) -> Part:
         """The part that `attention` takes for gradients at `head_dim`: `config.BACKWARD`."""
-        return self.part(self.config.BACKWARD[head_dim])
+        usual = getattr(self.config, "BACKWARD", {})
+        if head_dim not in usual:
+            known = ", ".join(map(str, usual)) or "none"
+            raise ValueError(f"stage {self.tag} has gradients at head dims {known}; got {head_dim}")
+        return self.part(usual[head_dim])
 
     @property
     def evidence(self) -> dict:

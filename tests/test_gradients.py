@@ -5,8 +5,17 @@ import dataclasses
 
 import pytest
 import torch
-from flash_ladder.common import contract, contract_gpu, contract_gradients, gradients, numerics
+from flash_ladder import load
+from flash_ladder.common import (
+    contract,
+    contract_gpu,
+    contract_gradients,
+    derived,
+    gradients,
+    numerics,
+)
 from flash_ladder.common.launch import execution
+from flash_ladder.common.model import B200
 
 from tests.gradient_kernels import NAME, Kernels, backward, postprocess, preprocess, probabilities
 
@@ -419,3 +428,26 @@ def test_a_part_alone_gives_what_devices_compare(on_cpu):
     for verdict in contract.judge_gradients(problem, *made):
         verdict.check()
     assert not numerics.unwritten(dq_accum)
+
+
+def test_out_and_lse_of_a_simulation_belong_together():
+    part = load(7).part("backward_1cta")
+    x = torch.zeros(1, 128, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(ValueError, match="give both, or neither"):
+        part.simulate(x, x, x, x, lse=torch.zeros(1, 1, 128))
+    assert not part.simulate(x, x, x, x).dq.any()  # inputs that require grad are welcome
+
+
+def test_gradients_at_another_head_dim_are_refused():
+    with pytest.raises(ValueError, match=r"stage 07 has gradients at head dims 64, 128; got 96"):
+        load(7).backward(96)
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("backward_1cta", 64), ("backward_2cta", 128)])
+def test_no_part_is_faster_than_the_machine(name, head_dim):
+    sizes = derived.Sizes(1024, 2, head_dim)
+    report = derived.simulate(load(7).part(name), B200, sizes)
+    assert max(report.run.busy().values()) <= 1
+    assert report.time.tflops < B200["tensor"] * B200["sms"] * B200["clock"] / 1e12
+    tiles = report.phases.tiles
+    assert tiles == 8 * (2 if name == "backward_1cta" else 1)

@@ -51,10 +51,13 @@ class Run:
         return self.flop / self.seconds / 1e12
 
     def busy(self) -> dict[str, float]:
-        """Share of the first CTA's cycles in which each engine was busy, from 0 to 1."""
+        """Share of the first CTA's cycles in which each engine was busy, from 0 to 1.
+
+        Of a pair: the leader's engines.
+        """
         spent = {name: 0.0 for name in ENGINES}
         for span in self.trace:
-            if span.engine in spent:
+            if span.engine in spent and span.rank == 0:
                 spent[span.engine] += (span.end - span.start) * span.share
         return {name: cycles / self.cta_cycles[0] for name, cycles in spent.items()}
 

@@ -96,7 +96,7 @@ def backward(
     softmax_scale: Float32,
     stream,
 ):
-    """Launch the backward pass over tiles of keys; the last CTA may have half of them.
+    """Launch the backward pass over tiles of keys; with two a CTA the last may have one.
 
     Runs: host. Args: mQ, mdO (b, sq, h, d), mK, mV, mdK, mdV (b, sk, h, d) bf16 or fp16, d static;
     mStats (b, h, sq / TILE, 2, TILE) Float32: LSE * log2(e), then the sum of O * dO less dLSE;

@@ -148,9 +148,9 @@ def mma(smem, tmem, bars, m_tiles: Int32, key_tiles):
     """Issue S of a step before dK and dQ of the last one, dP and dV after.
 
     Runs: MMA, converged. Args: smem, tmem, tensors by name (`shared_tensors`, `tensor_memory`);
-    key_tiles of this CTA. S follows the dV that reads the P in its columns, dQ and dP follow the dK
-    that reads dS: one thread's MMAs run in order. Waits: k_full, v_full, and those of the products.
-    Arrives: dv_full, dk_full, where COMPUTE waits.
+    key_tiles of this CTA. S follows the dV that reads the P in its columns, dQ and, of a second key
+    tile, dP follow the dK that reads dS: one thread's MMAs run in order. Waits: k_full, v_full, and
+    those of the products. Arrives: dv_full, dk_full, where COMPUTE waits.
     """
     steps = m_tiles * key_tiles
     cute.arch.mbarrier_wait(bars.k_full.data_ptr(), 0)  # LOAD and TMA arrive

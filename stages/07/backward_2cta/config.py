@@ -122,7 +122,7 @@ def _products() -> tuple[Barrier, ...]:
     all_reduce = (Arrival("REDUCE", "warp", CTAS),)
     return (
         Barrier("s_full", commit, compute, "S is complete"),
-        Barrier("s_read", all_compute, mma, "S is in registers: P and dQ may overwrite it"),
+        Barrier("s_read", all_compute, mma, "S is in registers: dQ may overwrite it"),
         Barrier("p_full", all_compute, mma, "P is complete"),
         Barrier("dp_full", commit, compute, "dP is complete"),
         Barrier("ds_full", all_compute, mma, "dS is complete but for the copies, dP has been read"),
@@ -176,7 +176,7 @@ DECLARED = {
         "dsmem_copies": 1,
         "slots_per_element": ("<=", 5.4),
         "mma_warp_issue": ("<=", 570),
-        "tile_cycles_smem": 2304,  # and 384 for the copies between the CTAs
+        "tile_cycles_smem": 2304,  # and 256 for the copy to the peer between the CTAs
         "tensor_ceiling": (">=", 0.99),
     }
     for head_dim in ENVELOPE.head_dims

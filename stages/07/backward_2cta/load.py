@@ -34,7 +34,7 @@ def operands(dtype, head_dim: int) -> dict:
 def announce(full, size: Int32):
     """Arrive at the barrier `full` with the bytes that are to come. Runs: one warp, converged."""
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, size)  # MMA or COMPUTE waits
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size)  # MMA, COMPUTE or RELAY waits
 
 
 @cute.jit

@@ -165,8 +165,9 @@ def load(role: Role, cta: Cta):
             yield from role.wait("q_empty", step % 2 ^ 1, step)  # MMA's commit arrives
             load_half(role, cta, cta.q.tile(own_rows), cta.sQ[0], "q_full", step)
         if step > 0:
-            yield from role.wait("qt_empty", step % 2, step)  # MMA's commit arrives
-            load_half(role, cta, cta.q.tile(before, cta.own_columns), cta.sQt[0], "qt_full", step)
+            yield from role.wait("qt_empty", step % 2, step - 1)  # MMA's commit arrives
+            half = cta.q.tile(before, cta.own_columns)
+            load_half(role, cta, half, cta.sQt[0], "qt_full", step - 1)
         if step < cta.m_tiles:
             load_statistics(role, cta, step)
             if step == 0:
@@ -260,7 +261,7 @@ def mma(role: Role, cta: Cta):
     yield from role.wait("k_full", 0)  # LOAD and TMA arrive
     for step in range(cta.m_tiles + 1):
         if step > 1:  # S and the next dQ overwrite dQ
-            yield from role.wait("dq_read", step % 2, step)  # REDUCE of both CTAs arrives
+            yield from role.wait("dq_read", step % 2, step - 2)  # REDUCE of both CTAs arrives
             role.fence_after()
         if step < cta.m_tiles:
             yield from scores(role, cta, step)
