@@ -11,6 +11,7 @@ from .machine import B200, B300, H200, MACHINES, Figure, Machine
 from .memory import Buffer, Global, Slot, Tile
 from .role import Role
 from .run import GradientRun, Run, gradient_run, grid_run
+from .sequences import OPEN, Sequence, Sequences
 from .sm import Budget, Deadlock, NoOrdering, Pair, Sm, TooManyEvents, observe
 from .tmem import Tmem, TmemView
 
@@ -20,6 +21,7 @@ __all__ = [
     "ENGINES",
     "H200",
     "MACHINES",
+    "OPEN",
     "PARTS",
     "BarrierFault",
     "Budget",
@@ -37,6 +39,8 @@ __all__ = [
     "PipelineState",
     "Role",
     "Run",
+    "Sequence",
+    "Sequences",
     "Slot",
     "Sm",
     "Span",

@@ -12,6 +12,7 @@ import torch
 from .engines import ENGINES, Span
 from .machine import Machine
 from .notes import Note
+from .sequences import Sequences
 from .sm import Pair, Sm
 
 Result = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -51,7 +52,7 @@ class Run:
         return self.flop / self.seconds / 1e12
 
     def busy(self) -> dict[str, float]:
-        """Share of the first CTA's cycles in which each engine was busy, from 0 to 1.
+        """Share of the cycles of the first CTA that had work in which each engine was busy, from 0 to 1.
 
         Of a pair: the leader's engines.
         """
@@ -59,7 +60,8 @@ class Run:
         for span in self.trace:
             if span.engine in spent and span.rank == 0:
                 spent[span.engine] += (span.end - span.start) * span.share
-        return {name: cycles / self.cta_cycles[0] for name, cycles in spent.items()}
+        whole = next(cycles for cycles in self.cta_cycles if cycles)
+        return {name: cycles / whole for name, cycles in spent.items()}
 
     def spent_on(self) -> dict[str, float]:
         """Cycles of the first CTA by operation, summed over engines' spans that end last."""
@@ -94,25 +96,34 @@ def gradient_run(
     k: torch.Tensor,
     softmax_scale: float,
     unit: int,
-    cta: Callable[[int, int, int, torch.Tensor], tuple[Sm | Pair, Result]],
+    cta: Callable[[int, int, int, torch.Tensor], tuple[Sm | Pair, Result] | None],
     max_ctas: int | None = None,
+    sequences: Sequences | None = None,
 ) -> GradientRun:
     """Run the CTAs of a backward grid: units of `unit` keys fastest, then heads, then batch.
 
     `cta(batch, head, n_block, dq_accum)` gives an `Sm` (or `Pair`) ready to run, which adds to
-    dq_accum (sq, d) float32, and a function that returns its dk and dv (keys, d) afterwards.
+    dq_accum (len_q, d) float32, and a function that returns its dk and dv (keys, d) afterwards; or
+    None where a unit has nothing to do. sequences: every batch entry is one when None.
     """
-    batch, seqlen_k, heads, head_dim = k.shape
-    dk, dv = (torch.full(k.shape, float("nan"), dtype=k.dtype) for _ in range(2))
-    accum = torch.zeros(batch, heads, q.shape[1], head_dim)
-    ran = _Ran(math.ceil(seqlen_k / unit), heads, batch, max_ctas)
-    for b, head, n_block in ran.places():
-        result = ran.run(*cta(b, head, n_block, accum[b, head]))
-        keys = slice(n_block * unit, (n_block + 1) * unit)
-        dk[b, keys, head], dv[b, keys, head] = result
+    _, _, heads, head_dim = k.shape
+    given = sequences or Sequences.whole(q, k)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(k)
+    accum = torch.zeros(q.shape[0], heads, q.shape[1], head_dim)
+    blocks = math.ceil(max((row.len_k for row in given.rows), default=0) / unit)
+    ran = _Ran(blocks, heads, len(given.rows), max_ctas)
+    for b, head, n_block, wanted in ran.places():
+        entry, row = given.entry(b), given.rows[b]
+        keys = row.keys(n_block * unit, (n_block + 1) * unit)
+        if not wanted:
+            dk[entry, keys, head] = dv[entry, keys, head] = math.nan
+            continue
+        result = ran.run(cta(b, head, n_block, accum[entry, head, row.queries()]))
+        if result:
+            dk[entry, keys, head], dv[entry, keys, head] = result
     complete = len(ran.cycles) == ran.ctas
-    dq = (accum * softmax_scale if complete else accum * float("nan")).to(q.dtype).transpose(1, 2)
-    flop = 10.0 * batch * heads * q.shape[1] * seqlen_k * head_dim
+    dq = (accum * softmax_scale if complete else accum * math.nan).to(q.dtype).transpose(1, 2)
+    flop = 10.0 * heads * head_dim * given.pairs
     return GradientRun(machine, dq, torch.empty(0), **ran.fields(), flop=flop, dk=dk, dv=dv)
 
 
@@ -121,25 +132,34 @@ def grid_run(
     q: torch.Tensor,
     k: torch.Tensor,
     tile_m: int,
-    cta: Callable[[int, int, int], tuple[Sm | Pair, Result]],
+    cta: Callable[[int, int, int], tuple[Sm | Pair, Result] | None],
     max_ctas: int | None = None,
+    sequences: Sequences | None = None,
 ) -> Run:
     """Run the CTAs of a forward grid: query tiles fastest, then heads, then batch.
 
     `cta(batch, head, m_block)` gives an `Sm` (or `Pair`) ready to run and a function that returns
-    its out (tile_m, d) and lse (tile_m,) afterwards; rows beyond the tensor are dropped.
+    its out (tile_m, d) and lse (tile_m,) afterwards, of which rows beyond the sequence are dropped;
+    or None where a CTA has nothing to do: its rows of out are 0, of lse -inf. sequences: every
+    batch entry is one when None.
     """
     batch, seqlen_q, heads, head_dim = q.shape
-    out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
-    lse = torch.full((batch, heads, seqlen_q), float("nan"))
-    ran = _Ran(math.ceil(seqlen_q / tile_m), heads, batch, max_ctas)
-    for b, head, m_block in ran.places():
-        result = ran.run(*cta(b, head, m_block))
-        rows = slice(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q))
-        tile_out, tile_lse = (values[: rows.stop - rows.start] for values in result)
-        out[b, rows, head], lse[b, head, rows] = tile_out.to(q.dtype), tile_lse
-    flop = 4.0 * batch * heads * seqlen_q * k.shape[1] * head_dim
-    return Run(machine, out, lse, **ran.fields(), flop=flop)
+    given = sequences or Sequences.whole(q, k)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full((batch, heads, seqlen_q), -math.inf)
+    blocks = math.ceil(max((row.len_q for row in given.rows), default=0) / tile_m)
+    ran = _Ran(blocks, heads, len(given.rows), max_ctas)
+    for b, head, m_block, wanted in ran.places():
+        entry, row = given.entry(b), given.rows[b]
+        rows = row.queries(m_block * tile_m, (m_block + 1) * tile_m)
+        if not wanted:
+            out[entry, rows, head] = lse[entry, head, rows] = math.nan
+            continue
+        result = ran.run(cta(b, head, m_block))
+        if result:
+            tile_out, tile_lse = (values[: rows.stop - rows.start] for values in result)
+            out[entry, rows, head], lse[entry, head, rows] = tile_out.to(q.dtype), tile_lse
+    return Run(machine, out, lse, **ran.fields(), flop=4.0 * heads * head_dim * given.pairs)
 
 
 class _Ran:
@@ -155,17 +175,24 @@ class _Ran:
         self.notes: list[tuple[Note, ...]] = []
         self.first: dict[str, tuple] = {"trace": (), "tmem_log": ()}
 
-    def places(self) -> Iterator[tuple[int, int, int]]:
-        """(batch entry, head, block) of those that are to run, blocks fastest."""
-        for number in range(self.wanted):
-            of_head = number // self.blocks
-            yield of_head // self.heads, of_head % self.heads, number % self.blocks
+    def places(self) -> Iterator[tuple[int, int, int, bool]]:
+        """(batch entry, head, block, whether it is to run), blocks fastest."""
+        for number in range(self.ctas):
+            of_head, wanted = number // self.blocks, number < self.wanted
+            yield of_head // self.heads, of_head % self.heads, number % self.blocks, wanted
 
-    def run(self, sm: Sm | Pair, result: Result) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one to its end; returns its result."""
+    def run(
+        self, work: tuple[Sm | Pair, Result] | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Run one to its end; returns its result, None of one that has nothing to do."""
         number = len(self.cycles)
+        if work is None:
+            self.cycles.append(0.0)
+            self.notes.append(())
+            return None
+        sm, result = work
         self.cycles.append(sm.run())
-        if number == 0:
+        if not self.first["trace"]:
             leader = sm.sms[0] if isinstance(sm, Pair) else sm
             self.first = {"trace": tuple(sm.trace), "tmem_log": tuple(leader.tmem.log)}
         self.notes.append(tuple(sm.notes))

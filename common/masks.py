@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks and lengths as callers give them, checked and in the form that kernels and models take.
+
+Note [Which query sees which key]
+    Query i of len_q stands at key position p = i + len_k - len_q: the last query at the last key
+    (bottom-right alignment). It sees key j of 0 ... len_k - 1 where p - left <= j <= p + right.
+    None and -1 leave a side open; any other number counts keys, and may be negative: (-5, 8) sees
+    p + 5 ... p + 8, and (-5, 3) nothing. `causal` caps right at 0. A query that sees nothing has O =
+    0, LSE = -inf and no gradient.
+
+Runs: host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .model.sequences import OPEN, Sequence, Sequences
+
+MASK_OPTIONS = (
+    "causal",
+    "window_size",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "seqused_q",
+    "seqused_k",
+)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The mask of a call.
+
+    left, right: as in Note [Which query sees which key], OPEN where a side is open. packed: whether
+    the sequences lie one after the other, in tensors (1, total, h, d). batch: how many there are,
+    none longer than max_seqlen_q and max_seqlen_k. lengths: (batch, 4) int32 on the tensors'
+    device: first row in q, rows, first row in k, rows; None where each batch entry is a sequence.
+    """
+
+    left: int
+    right: int
+    packed: bool
+    batch: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    lengths: Tensor | None = None
+
+    @property
+    def sees_nothing(self) -> bool:
+        """Whether no query can see a key."""
+        return self.left + self.right < 0 or not (self.max_seqlen_q and self.max_seqlen_k)
+
+    @property
+    def all_rows_written(self) -> bool:
+        """Whether kernels write every row of out and lse: each block of queries sees some key."""
+        first_sees = self.right + self.max_seqlen_k - self.max_seqlen_q >= 0
+        last_sees = self.left >= 0
+        return self.lengths is None and not self.sees_nothing and first_sees and last_sees
+
+    @property
+    def all_keys_written(self) -> bool:
+        """Whether kernels write every row of dk and dv: each block of keys is seen by a query."""
+        first_seen = self.left + self.max_seqlen_q - self.max_seqlen_k >= 0
+        last_seen = self.right >= 0
+        return self.lengths is None and not self.sees_nothing and first_seen and last_seen
+
+    def sequences(self) -> Sequences:
+        """The same for a model; waits for the device that holds `lengths`."""
+        if self.lengths is None:
+            rows = (Sequence(0, self.max_seqlen_q, 0, self.max_seqlen_k),) * self.batch
+        else:
+            rows = tuple(Sequence(*row) for row in self.lengths.tolist())
+        return Sequences(rows, self.packed, sum(self._pairs(row) for row in rows))
+
+    def _pairs(self, row: Sequence) -> int:
+        """Visible (query, key) of a sequence."""
+        position = torch.arange(row.len_q) + row.len_k - row.len_q
+        first = (position - self.left).clamp(min=0)
+        last = (position + self.right).clamp(max=row.len_k - 1)
+        return (last - first + 1).clamp(min=0).sum().item()
+
+
+def window(causal, window_size) -> tuple[int, int]:
+    """(left, right) by Note [Which query sees which key]; TypeError for anything but integers."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False; got {causal!r}")
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size must be (left, right); got {window_size!r}") from None
+    for side in (left, right):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(
+                f"window_size has integers, and None or -1 for an open side; got {window_size!r}"
+            )
+    left, right = (OPEN if side in (None, -1) else side for side in (left, right))
+    clamped = [max(-OPEN, min(side, OPEN)) for side in (left, min(right, 0) if causal else right)]
+    return clamped[0], clamped[1]
+
+
+def mask_of(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> Mask:
+    """The mask of a call on q and k, (b, s, h, d), or (total, h, d) with cu_seqlens.
+
+    cu_seqlens_q, cu_seqlens_k: (n + 1,) int32 on the tensors' device, where each of n sequences
+    begins and the last ends; both or none. max_seqlen_q, max_seqlen_k: with them, no sequence is
+    longer; all of q or k when None. seqused_q, seqused_k: (n,) int32, how many rows of each
+    sequence count. What these say is read on the device alone: lengths beyond a tensor or a maximum
+    are cut, and a sequence that begins outside is empty.
+    Raises TypeError or ValueError for what cannot be one.
+    """
+    left, right = window(causal, window_size)
+    cu, used = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
+    packed = cu_seqlens_q is not None
+    if packed != (cu_seqlens_k is not None):
+        raise ValueError("cu_seqlens_q and cu_seqlens_k belong together: give both, or neither")
+    _check_rank(q, k, packed)
+    batch = _count(cu_seqlens_q, cu_seqlens_k) if packed else q.shape[0]
+    rows = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
+    most = []
+    for name, given, all_rows in zip("qk", (max_seqlen_q, max_seqlen_k), rows):
+        most.append(_check_maximum(f"max_seqlen_{name}", given, all_rows, packed))
+    for name, values, count in (
+        ("cu_seqlens_q", cu[0], batch + 1),
+        ("cu_seqlens_k", cu[1], batch + 1),
+        ("seqused_q", used[0], batch),
+        ("seqused_k", used[1], batch),
+    ):
+        _check_integers(name, values, count, q.device)
+    lengths = None
+    if packed or used != (None, None):
+        sides = [_rows(*side, batch, q.device) for side in zip(cu, used, rows, most)]
+        lengths = torch.stack([*sides[0], *sides[1]], 1)
+    return Mask(left, right, packed, batch, *most, lengths)
+
+
+def _check_rank(q: Tensor, k: Tensor, packed: bool) -> None:
+    wanted = "(total, heads, head_dim)" if packed else "(batch, seqlen, heads, head_dim)"
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != (3 if packed else 4):
+            why = "with cu_seqlens " if packed else ""
+            raise ValueError(f"{name} must be {wanted} {why}; got {tuple(x.shape)}".replace(" ;", ";"))
+
+
+def _count(cu_seqlens_q, cu_seqlens_k) -> int:
+    """How many sequences they describe."""
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(cu, Tensor) or cu.dim() != 1 or not len(cu):
+            raise TypeError(f"{name} must be a tensor with one axis, not empty; got {_what(cu)}")
+    if len(cu_seqlens_q) != len(cu_seqlens_k):
+        raise ValueError(
+            f"cu_seqlens_q describes {len(cu_seqlens_q) - 1} sequences, cu_seqlens_k "
+            f"{len(cu_seqlens_k) - 1}"
+        )
+    return len(cu_seqlens_q) - 1
+
+
+def _check_maximum(name: str, value, rows: int, packed: bool) -> int:
+    """The maximum in use, at most `rows`. A tensor is taken where that waits for no device."""
+    if value is None:
+        return rows
+    if not packed:
+        raise ValueError(f"{name} goes with cu_seqlens; without, the length is that of the tensor")
+    if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, or a CPU tensor that holds one; got {_what(value)}")
+    if value < 0:
+        raise ValueError(f"{name} must be 0 or more; got {value}")
+    return min(value, rows)
+
+
+def _check_integers(name: str, values, count: int, device: torch.device) -> None:
+    if values is None:
+        return
+    if not isinstance(values, Tensor) or values.dtype != torch.int32:
+        raise TypeError(f"{name} must be an int32 tensor; got {_what(values)}")
+    if values.shape != (count,):
+        raise ValueError(f"{name} must have shape ({count},); got {tuple(values.shape)}")
+    if values.device != device:
+        raise ValueError(f"{name} must be on {device}, as q is; it is on {values.device}")
+
+
+def _rows(cu, used, rows: int, most: int, batch: int, device) -> tuple[Tensor, Tensor]:
+    """(first row, rows) of every sequence of one side, (batch,) int32, within the tensor."""
+    if cu is None:
+        begin = torch.zeros(batch, dtype=torch.int32, device=device)
+        length = torch.full((batch,), rows, dtype=torch.int32, device=device)
+    else:
+        begin = cu[:-1].clamp(0, rows)
+        length = torch.minimum(cu[1:].clamp(0, rows) - begin, begin.new_full((), most)).clamp(min=0)
+    if used is not None:
+        length = torch.minimum(length, used).clamp(min=0)
+    return begin, length
+
+
+def _what(value) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    return f"{type(value).__name__} {value!r}"

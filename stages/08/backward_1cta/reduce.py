@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adding dQ of these keys to that of all others, in global memory."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from ...common.tcgen05 import fence_after, fence_before, tmem_copy
+from . import config
+
+
+@cute.jit
+def load_row(tdQ: cute.Tensor, tidx: Int32):
+    """This thread's row of dQ in registers; complete on return.
+
+    Runs: 128 threads, converged; thread = lane = query. Args: tdQ ((TILE, d), 1, 1) float32 in
+    TMEM. Returns: (d,) Float32.
+    """
+    load = tmem_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(config.CHUNK)), tdQ)
+    tdQ_t2r = load.get_slice(tidx).partition_S(tdQ)  # (T2R, d / CHUNK, 1, 1)
+    rdQ = cute.make_rmem_tensor((cute.size(tdQ, mode=[0, 1]),), Float32)
+    layout = cute.make_layout(((config.CHUNK, 1),))  # T2R of one thread
+    for part in cutlass.range_constexpr(cute.size(rdQ) // config.CHUNK):
+        rdQ_i = cute.make_tensor(rdQ.iterator + part * config.CHUNK, layout)  # (T2R)
+        cute.copy(load, tdQ_t2r[None, part, 0, 0], rdQ_i)
+    cute.arch.fence_view_async_tmem_load()
+    return rdQ
+
+
+@cute.jit
+def add_slice(reduce: cute.CopyAtom, views, rdQ: cute.Tensor, sdQ, m_tile, number, tidx: Int32):
+    """Stage a SLICE of dQ and add it to global memory; the slot of the slice before is free then.
+
+    Runs: 128 threads, converged; warp 0 issues. Args: reduce, the TMA atom; views, (shared (TMA,
+    DQ_SLOTS), global (TMA, m, d / SLICE)); rdQ (SLICE,) Float32, this thread's; sdQ (TILE, SLICE)
+    Float32 shared, the slot of this slice.
+    """
+    width = config.COPY_BYTES * 8 // 32  # elements of one shared store
+    for block in cutlass.range_constexpr(config.SLICE // width):
+        piece = cute.local_tile(rdQ, (width,), (block,))
+        cute.autovec_copy(piece, cute.local_tile(sdQ[tidx, None], (width,), (block,)))
+    cute.arch.fence_proxy("async.shared", space="cta")  # sdQ: written by threads, read by TMA
+    warp = cute.arch.make_warp_uniform(tidx // 32)
+    if warp == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # of the slice before
+    cute.arch.barrier(barrier_id=1, number_of_threads=128)  # dq_staged
+    if warp == 0:
+        slot = number % config.DQ_SLOTS
+        cute.copy(reduce, views[0][None, slot], views[1][None, m_tile, number])
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def reduce(atom: cute.CopyAtom, mdQ: cute.Tensor, smem, tdQ, bars, where, m_tiles, tidx: Int32):
+    """Take every dQ out of tensor memory at once, then add it to global memory in slices.
+
+    Runs: the 128 threads of REDUCE, converged; thread = lane = query. Args: atom, the TMA
+    reduction; mdQ (sq, d, h, b) Float32; tdQ ((TILE, d), 1, 1) float32 in TMEM; where, (n_block,
+    head, batch). Waits: dq_full. Arrives: dq_read, where MMA waits.
+    """
+    _, head, batch = where
+    tile = (config.TILE, config.SLICE)
+    gdQ = cute.local_tile(mdQ[None, None, head, batch], tile, (None, None))  # (TILE, SLICE, m, n)
+    sdQ, one = smem["sdQ"], cute.make_layout(1)
+    views = cpasync.tma_partition(
+        atom, 0, one, cute.group_modes(sdQ, 0, 2), cute.group_modes(gdQ, 0, 2)
+    )  # (TMA, DQ_SLOTS), (TMA, m, d / SLICE)
+    for m_tile in cutlass.range(m_tiles, unroll=1):
+        cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), m_tile % 2)  # MMA's commit arrives
+        fence_after()
+        rdQ = load_row(tdQ, tidx)  # (d,)
+        fence_before()
+        cute.arch.mbarrier_arrive(bars.dq_read.data_ptr())  # MMA waits
+        for number in cutlass.range_constexpr(cute.size(rdQ) // config.SLICE):
+            part = cute.local_tile(rdQ, (config.SLICE,), (number,))
+            slot = sdQ[None, None, number % config.DQ_SLOTS]
+            add_slice(atom, views, part, slot, m_tile, number, tidx)
+    if cute.arch.make_warp_uniform(tidx // 32) == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaling and rounding the sum of dQ."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from . import config
+
+
+@cute.jit
+def postprocess(mdQ_accum: cute.Tensor, mdQ: cute.Tensor, softmax_scale: Float32, stream):
+    """Launch one CTA for each tile of 128 query rows.
+
+    Runs: host. Args: mdQ_accum (b, sq, h, d) Float32, the sum of dS K over all keys; mdQ
+    (b, sq, h, d) bf16 or fp16, d static, rows of 16-byte steps; softmax_scale; stream. sq is a
+    multiple of 128.
+    """
+    batch, seqlen_q, heads, head_dim = mdQ.shape
+    num_m_blocks = seqlen_q // config.TILE_M
+    postprocess_kernel(mdQ_accum, mdQ, softmax_scale, num_m_blocks).launch(
+        grid=(num_m_blocks * heads * batch, 1, 1),
+        block=(config.plan(head_dim).threads, 1, 1),
+        stream=stream,
+    )
+
+
+@cute.kernel
+def postprocess_kernel(
+    mdQ_accum: cute.Tensor, mdQ: cute.Tensor, softmax_scale: Float32, num_m_blocks: Int32
+):
+    """One CTA: dQ of its tile.
+
+    Runs: 128 threads, converged. The 1-D grid counts query tiles fastest, then heads, then batch.
+    """
+    tidx, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    m_block, heads = block % num_m_blocks, mdQ.shape[2]
+    head, batch = block // num_m_blocks % heads, block // num_m_blocks // heads
+    tile = (config.TILE_M, mdQ.shape[3])
+    gdQ_accum, gdQ = [
+        cute.local_tile(mX[batch, None, head, None], tile, (m_block, 0)) for mX in (mdQ_accum, mdQ)
+    ]  # (TILE_M, d)
+    scale_rows(gdQ_accum, gdQ, softmax_scale, tidx)
+
+
+@cute.jit
+def scale_rows(gX: cute.Tensor, gY: cute.Tensor, scale: Float32, tidx: Int32):
+    """Write Y = X * scale.
+
+    Runs: all threads; neighbours take neighbouring 16 bytes of Y, and 32 of X in two loads. Args:
+    gX (rows, d) Float32, gY (rows, d) bf16 or fp16, global, 16-byte aligned rows. Numerics: one
+    rounding in float32, one to Y. Cost: 6 d bytes a row.
+    """
+    rows, head_dim = gY.shape
+    width = config.COPY_BYTES * 8 // gY.element_type.width  # elements of one store
+    chunks = head_dim // width  # a row's stores
+    rX = cute.make_rmem_tensor((width,), Float32)
+    rY = cute.make_rmem_tensor((width,), gY.element_type)
+    for step in cutlass.range_constexpr(rows * chunks // config.THREADS):
+        chunk = tidx + step * config.THREADS
+        row, column = chunk // chunks, chunk % chunks
+        cute.autovec_copy(cute.local_tile(gX[row, None], (width,), (column,)), rX)
+        rY.store((rX.load() * scale).to(gY.element_type))
+        cute.autovec_copy(rY, cute.local_tile(gY[row, None], (width,), (column,)))
