@@ -289,7 +289,7 @@ def _build(stage: KernelSource, key: CompileKey, folder: pathlib.Path) -> Compil
     wall, cpu = time.perf_counter(), time.process_time()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This static loop has")  # meant to be unrolled
-        compiled = cute.compile(function, *arguments(stage.kind, key), options=options)
+        compiled = cute.compile(function, *stand_ins(stage, key), options=options)
     entry = {
         "wall_seconds": time.perf_counter() - wall,
         "cpu_seconds": time.process_time() - cpu,
@@ -323,7 +323,12 @@ def entry_function(stage: KernelSource):
     return getattr(stage.kernel, stage.kind)
 
 
-def arguments(kind: str, key: CompileKey) -> tuple:
+def stand_ins(stage: KernelSource, key: CompileKey) -> tuple:
+    """`arguments` of the kernel of a stage or part."""
+    return arguments(stage.kind, key, masks=stage.config.ENVELOPE.masks)
+
+
+def arguments(kind: str, key: CompileKey, masks: bool = False) -> tuple:
     """Stand-ins for what the function of a kind takes: every size but head dim is dynamic.
 
     attention    mQ, mK, mV, mO, mLSE, scale_log2, stream
@@ -335,7 +340,9 @@ def arguments(kind: str, key: CompileKey) -> tuple:
     and, along batch, sequence and head, multiples of 16 bytes. mLSE and mdLSE (b, h, sq) Float32,
     natural log; mdLSE with any strides, 0 as well. mStats (b, h, tiles, 2, 128) Float32 by tile of
     128 query rows: LSE * log2(e), then D. mdQ_accum (b, sq, h, d) Float32, 16-byte rows; scales
-    Float32. Raises ValueError for another kind.
+    Float32. With `masks`, before the stream: lengths Int64, batch, max_seqlen_q Int32, and but for
+    preprocess and postprocess max_seqlen_k, left, right Int32; see `masks.Mask.arguments`. Raises
+    ValueError for another kind.
     """
     import cutlass
     from cutlass import cute
@@ -373,4 +380,8 @@ def arguments(kind: str, key: CompileKey) -> tuple:
     }
     if kind not in of_kind:
         raise ValueError(f"a kernel is one of {', '.join(of_kind)}; got {kind!r}")
-    return (*of_kind[kind], make_fake_stream(use_tvm_ffi_env_stream=True))
+    numbers = ()
+    if masks:
+        count = 2 if kind in ("preprocess", "postprocess") else 5
+        numbers = cutlass.Int64(0), *(cutlass.Int32(1) for _ in range(count))
+    return (*of_kind[kind], *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))

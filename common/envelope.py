@@ -14,17 +14,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .masks import Mask, mask_of
+from .model.sequences import OPEN
+
 if TYPE_CHECKING:
     from .stage import Stage
 
 ALIGN_BYTES = 16  # base address and strides: one vector load
 SCALES = (2.0**-125, 2.0**127)  # times log2(e), these are normal float32 numbers
+TILE_ROWS = 128  # the fewest query or key rows of a CTA
 MAX_GRID = 2**31 - 1  # CTAs of a 1-D grid (CUDA Programming Guide, compute capabilities)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes of a checked problem; `softmax_scale` is the number that will be used."""
+    """Sizes of a checked problem; `softmax_scale` is the number that will be used.
+
+    Of packed sequences: batch is 1, the lengths are those of all together. mask: None for a stage
+    that has none.
+    """
 
     batch: int
     seqlen_q: int
@@ -33,6 +41,7 @@ class Problem:
     head_dim: int
     dtype: str
     softmax_scale: float
+    mask: Mask | None = None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -40,21 +49,49 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check(stage: Stage, q, k, v, softmax_scale=None, *, need_cuda: bool = True) -> Problem:
+def check(
+    stage: Stage, q, k, v, softmax_scale=None, *, need_cuda: bool = True, **options
+) -> Problem:
     """Check q (b, sq, h, d), k and v (b, sk, h, d) against the stage's envelope.
 
-    Returns the `Problem`. Raises TypeError (not a tensor, dtype, type of the scale) or ValueError
-    (shapes, lengths, strides, device, gradients, value of the scale).
+    options: of `masks.mask_of`, for a stage that has masks; with cu_seqlens the tensors are
+    (total, h, d). Returns the `Problem`. Raises TypeError (not a tensor, dtype, type of the scale)
+    or ValueError (shapes, lengths, strides, device, gradients, value of the scale).
     """
     named = {"q": q, "k": k, "v": v}
     _check_tensors(stage, named)
-    _check_shapes(stage, q, k, v)
+    mask = _checked_mask(stage, q, k, options)
+    if mask and mask.packed:
+        if v.dim() != 3:
+            raise ValueError(
+                f"v must be (total, heads, head_dim) with cu_seqlens; got {tuple(v.shape)}"
+            )
+        named = {name: tensor[None] for name, tensor in named.items()}
+        q, k, v = named.values()
+    _check_shapes(stage, q, k, v, mask)
     _check_layout(stage, named)
     _check_grad(stage, named)
     scale = _checked_scale(softmax_scale, q.shape[3])
     _check_device(stage, named, need_cuda)
     batch, seqlen_q, heads, head_dim = q.shape
-    return Problem(batch, seqlen_q, k.shape[1], heads, head_dim, dtype_name(q.dtype), scale)
+    return Problem(batch, seqlen_q, k.shape[1], heads, head_dim, dtype_name(q.dtype), scale, mask)
+
+
+def _checked_mask(stage: Stage, q, k, options: dict) -> Mask | None:
+    """The mask of a call; None for a stage without masks, which takes no options for one."""
+    if stage.config.ENVELOPE.masks:
+        return mask_of(q, k, **options)
+    given = [name for name, value in options.items() if not _unset(value)]
+    if given:
+        raise ValueError(
+            f"stage {stage.tag} has neither masks nor lengths; got {', '.join(given)}"
+            + _lift(stage, "mask")
+        )
+    return None
+
+
+def _unset(value) -> bool:
+    return value is None or value is False or (isinstance(value, tuple) and value == (None, None))
 
 
 def _lift(stage: Stage, rule: str) -> str:
@@ -82,7 +119,7 @@ def _check_tensors(stage: Stage, named: dict) -> None:
         raise TypeError(f"q, k and v must have one dtype; got {given}")
 
 
-def _check_shapes(stage: Stage, q, k, v) -> None:
+def _check_shapes(stage: Stage, q, k, v, mask: Mask | None) -> None:
     envelope = stage.config.ENVELOPE
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -103,17 +140,23 @@ def _check_shapes(stage: Stage, q, k, v) -> None:
         )
     multiple = envelope.seqlen_multiple
     for name, length in (("query", q.shape[1]), ("key", k.shape[1])):
-        if length < 1 or length % multiple:
+        if not mask and (length < 1 or length % multiple):
             raise ValueError(
                 f"stage {stage.tag} needs a {name} length that is a positive multiple of "
                 f"{multiple}; got {length}" + _lift(stage, "seqlen")
             )
-    if q.shape[0] < 1 or q.shape[2] < 1:
+    if q.shape[2] < 1:
+        raise ValueError(f"q, k and v need at least one head; got {shapes}")
+    if q.shape[0] < 1 and not mask:
         raise ValueError(
-            f"stage {stage.tag} needs batch and heads of at least 1; got {shapes}"
-            + _lift(stage, "seqlen")
+            f"stage {stage.tag} needs a batch of at least 1; got {shapes}" + _lift(stage, "seqlen")
         )
-    ctas = q.shape[0] * q.shape[2] * (q.shape[1] // multiple)
+    batch, longest = q.shape[0], q.shape[1]
+    if mask:
+        batch, longest = mask.batch, max(mask.max_seqlen_q, mask.max_seqlen_k)
+    if longest >= OPEN:
+        raise ValueError(f"a sequence has at most {OPEN - 1} rows; got {longest}")
+    ctas = batch * q.shape[2] * math.ceil(longest / TILE_ROWS)
     if ctas > MAX_GRID:
         raise ValueError(f"{ctas} query tiles exceed one grid's {MAX_GRID}; split the batch")
 

@@ -20,26 +20,33 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .envelope import ALIGN_BYTES, Problem, check
-from .launch import current_execution, execution, forward, kernel_for, start
+from .envelope import ALIGN_BYTES, TILE_ROWS, Problem, check
+from .launch import current_execution, execution, forward, kernel_for, mask_arguments, start
+from .masks import Mask
+from .model.sequences import OPEN, Sequences
 from .stage import Part, Stage
 
-TILE_ROWS = 128  # query rows of a tile of statistics
 LOG2_E = math.log2(math.e)
 
 
-def attention(stage: Stage, q, k, v, *, softmax_scale=None, return_lse=False):
-    """See `Stage.attention`; differentiable where an input requires grad.
+def attention(stage: Stage, q, k, v, softmax_scale, return_lse: bool, mask: dict):
+    """See `Stage.attention`, of which `mask` holds options; differentiable where an input requires
+    grad.
 
     `check` has refused gradients of a stage that has none. Gradients of out and of lse are those
     of torch's autograd; they exist once, a second derivative raises RuntimeError.
     See Note [Memory of a backward].
     """
-    problem = check(stage, q, k, v, softmax_scale)
+    problem = check(stage, q, k, v, softmax_scale, **mask)
+    packed = problem.mask is not None and problem.mask.packed
+    if packed:
+        q, k, v = problem.mask.batched(q, k, v)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         out, lse = _Attention.apply(q, k, v, stage, problem)
     else:
         out, lse = forward(stage, problem, q, k, v)
+    if packed:
+        out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
 
 
@@ -70,7 +77,7 @@ class _Gradient(torch.autograd.Function):
     def forward(ctx, q, k, v, out, lse, dout, dlse, stage: Stage, problem: Problem):
         ctx.stage = stage
         saved = Saved(q, k, v, out, lse)
-        workspace = Workspace.empty(saved)
+        workspace = Workspace.empty(saved, mask=problem.mask)
         backward(stage, problem, saved, dout, dlse, workspace)
         return workspace.dq, workspace.dk, workspace.dv
 
@@ -97,7 +104,7 @@ class Saved:
 class Workspace:
     """What the backward writes.
 
-    stats (b, h, sq / 128, 2, 128) float32: `statistics`; dq_accum (b, sq, h, d) float32, the sum
+    stats (b, h, tiles, 2, 128) float32: `statistics`; dq_accum (b, sq, h, d) float32, the sum
     over keys before it is scaled; dq, dk, dv: the gradients, in the dtype and shape of the inputs.
     """
 
@@ -108,14 +115,28 @@ class Workspace:
     dv: Tensor
 
     @classmethod
-    def empty(cls, saved: Saved, make=torch.empty) -> Workspace:
-        """Contiguous, not initialised; `make(shape, dtype=, device=)` gives each tensor."""
+    def empty(cls, saved: Saved, make=torch.empty, mask: Mask | None = None) -> Workspace:
+        """Contiguous; `make(shape, dtype=, device=)` gives each tensor. Gradients are 0 where the
+        kernels may not write all."""
         batch, seqlen, heads, _ = saved.q.shape
-        stats = (batch, heads, seqlen // TILE_ROWS, 2, TILE_ROWS)
+        stats = (batch, heads, tiles_of_statistics(seqlen, mask), 2, TILE_ROWS)
         rows, keys, dtype = saved.q.shape, saved.k.shape, saved.q.dtype
         wanted = ((stats, torch.float32), (rows, torch.float32), (rows, dtype))
         wanted += ((keys, dtype), (keys, dtype))
-        return cls(*(make(shape, dtype=kind, device=saved.q.device) for shape, kind in wanted))
+        made = cls(*(make(shape, dtype=kind, device=saved.q.device) for shape, kind in wanted))
+        if mask and (mask.lengths is not None or mask.sees_nothing):
+            made.dq.zero_()
+        if mask and not mask.all_keys_written:
+            made.dk.zero_()
+            made.dv.zero_()
+        return made
+
+
+def tiles_of_statistics(seqlen_q: int, mask: Mask | None) -> int:
+    """Tiles of statistics of a batch entry; each packed sequence begins a tile of its own."""
+    if mask and mask.packed:
+        return seqlen_q // TILE_ROWS + mask.batch
+    return math.ceil(seqlen_q / TILE_ROWS)
 
 
 def backward(
@@ -133,14 +154,18 @@ def backward(
     float32, any strides, 0 where None; part: the stage's usual one when None. Runs on the current
     stream of the tensors' device.
     """
+    if problem.mask and problem.mask.sees_nothing:
+        return
     device, part = saved.q.device, part or stage.backward(problem.head_dim)
     sources = stage.part("preprocess"), part, stage.part("postprocess")
     first, main, last = (kernel_for(source, problem, device) for source in sources)
     dout = torch.zeros_like(saved.out) if dout is None else loadable(dout)
     dlse = saved.lse.new_zeros(()).expand_as(saved.lse) if dlse is None else dlse
-    start(first, saved.out, dout, saved.lse, dlse, workspace.stats, workspace.dq_accum)
+    lengths = mask_arguments(problem, 3)
+    rows = saved.out, dout, saved.lse, dlse
+    start(first, *rows, workspace.stats, workspace.dq_accum, *lengths)
     start_backward(main, problem, saved, dout, workspace)
-    start(last, workspace.dq_accum, workspace.dq, problem.softmax_scale)
+    start(last, workspace.dq_accum, workspace.dq, problem.softmax_scale, *lengths)
 
 
 def start_backward(kernel, problem: Problem, saved: Saved, dout: Tensor, workspace: Workspace):
@@ -148,7 +173,7 @@ def start_backward(kernel, problem: Problem, saved: Saved, dout: Tensor, workspa
     scale = problem.softmax_scale
     gradients = workspace.dq_accum, workspace.dk, workspace.dv
     inputs = saved.q, saved.k, saved.v, dout, workspace.stats
-    start(kernel, *inputs, *gradients, scale * LOG2_E, scale)
+    start(kernel, *inputs, *gradients, scale * LOG2_E, scale, *mask_arguments(problem))
 
 
 def loadable(x: Tensor) -> Tensor:
@@ -161,19 +186,35 @@ def loadable(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def statistics(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
+def statistics(
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    mask: Mask | None = None,
+) -> Tensor:
     """What preprocess writes to stats, by torch: LSE * log2(e), and D = rowsum(O * dO) - dLSE.
 
-    Args: out, dout (b, sq, h, d) of one dtype, sq a multiple of 128; lse, dlse (b, h, sq) float32,
-    natural log. Returns (b, h, sq / 128, 2, 128) float32, contiguous.
+    Args: out, dout (b, sq, h, d) of one dtype; lse, dlse (b, h, sq) float32, natural log. Returns
+    (b, h, tiles, 2, 128) float32, contiguous, a sequence's tiles one after the other. Rows beyond a
+    sequence, and those that see no key (LSE = -inf), have inf and 0: P = exp2(S - inf) is 0.
     """
     d = (out.float() * dout.float()).sum(-1).transpose(1, 2)
     d = d if dlse is None else d - dlse
-    both = torch.stack([lse * LOG2_E, d], -2)  # (b, h, 2, sq)
-    return both.unflatten(-1, (-1, TILE_ROWS)).transpose(2, 3).contiguous()
+    blind = lse == -math.inf
+    both = torch.stack([(lse * LOG2_E).masked_fill(blind, math.inf), d.masked_fill(blind, 0.0)], 2)
+    rows = TILE_ROWS * tiles_of_statistics(out.shape[1], mask)
+    stats = both.new_zeros(*both.shape[:3], rows)  # (b, h, 2, rows)
+    stats[:, :, 0] = math.inf
+    given = mask.sequences() if mask else Sequences.whole(out, out)
+    for number, row in enumerate(given.rows):
+        entry = given.entry(number)
+        first = (row.begin_q // TILE_ROWS + number - entry) * TILE_ROWS
+        stats[entry, ..., first : first + row.len_q] = both[entry, ..., row.queries()]
+    return stats.unflatten(-1, (-1, TILE_ROWS)).transpose(2, 3).contiguous()
 
 
-def simulate(part: Part, given: dict, softmax_scale, machine, max_ctas):
+def simulate(part: Part, given: dict, softmax_scale, machine, max_ctas, mask: dict):
     """See `Part.simulate`; `given` has its tensors by name, None where one is left out."""
     from .model import B200
 
@@ -181,31 +222,57 @@ def simulate(part: Part, given: dict, softmax_scale, machine, max_ctas):
         raise ValueError(f"part {part.tag} has no model")
     q, k, v = (given[name] for name in "qkv")
     with torch.no_grad():  # inputs of a backward may require grad: nothing is recorded
-        problem = check(part, q, k, v, softmax_scale, need_cuda=False)
+        problem = check(part, q, k, v, softmax_scale, need_cuda=False, **mask)
     _check_upstream(q, given)
-    out, lse, dout = (given[name] for name in ("out", "lse", "dout"))
-    if (out is None) != (lse is None):
+    if (given["out"] is None) != (given["lse"] is None):
         raise ValueError("out and lse belong to one forward: give both, or neither")
+    if problem.mask:
+        given = dict(zip(given, problem.mask.batched(*given.values())))
+    q, k, v = (given[name] for name in "qkv")
+    out, lse, dout = (given[name] for name in ("out", "lse", "dout"))
     if out is None:
         truth = oracle_forward(problem, q, k, v)
         out, lse = truth.out, truth.lse
-    stats = statistics(out, lse, dout, given["dlse"])
-    scale, on = problem.softmax_scale, machine or B200
+    stats = statistics(out, lse, dout, given["dlse"], problem.mask)
+    numbers = problem.softmax_scale, machine or B200, max_ctas
     with torch.no_grad():
-        return part.model.run(q, k, v, loadable(dout), stats, scale, on, max_ctas)
+        if problem.mask is None:
+            return part.model.run(q, k, v, loadable(dout), stats, *numbers)
+        run = part.model.run(q, k, v, loadable(dout), stats, *numbers, *problem.mask.of_model())
+        return problem.mask.of_run(run)
 
 
 @torch.no_grad()
 def oracle_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Saved:
-    """What a forward would leave if it made no error: the oracle's out, rounded once, and lse."""
-    truth = reference.attention(q, k, v, softmax_scale=problem.softmax_scale)
-    return Saved(q, k, v, truth.out.to(q.dtype), truth.lse.float())
+    """What a forward would leave if it made no error: the oracle's out, rounded once, and lse.
+
+    q, k, v (b, s, h, d), of packed sequences with b = 1.
+    """
+    mask = problem.mask
+    if mask is None:
+        truth = reference.attention(q, k, v, softmax_scale=problem.softmax_scale)
+        return Saved(q, k, v, truth.out.to(q.dtype), truth.lse.float())
+    out = torch.zeros_like(q)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, device=q.device)
+    sides = tuple(None if side == OPEN else side for side in (mask.left, mask.right))
+    given = mask.sequences()
+    for number, row in enumerate(given.rows):
+        entry, queries, keys = given.entry(number), row.queries(), row.keys()
+        truth = reference.attention(
+            q[entry, queries][None],
+            k[entry, keys][None],
+            v[entry, keys][None],
+            softmax_scale=problem.softmax_scale,
+            window_size=sides,
+        )
+        out[entry, queries], lse[entry, :, queries] = truth.out[0].to(q.dtype), truth.lse[0].float()
+    return Saved(q, k, v, out, lse)
 
 
 def _check_upstream(q: Tensor, given: dict) -> None:
     """TypeError or ValueError unless dout, out, lse, dlse fit q; all but dout may be None."""
-    batch, seqlen, heads, _ = q.shape
-    like_q, of_rows = (q.shape, q.dtype), ((batch, heads, seqlen), torch.float32)
+    *batch, seqlen, heads, _ = q.shape  # no batch where sequences are packed
+    like_q, of_rows = (q.shape, q.dtype), ((*batch, heads, seqlen), torch.float32)
     wanted = {"dout": like_q, "out": like_q, "lse": of_rows, "dlse": of_rows}
     for name, (shape, dtype) in wanted.items():
         x = given[name]

@@ -39,12 +39,23 @@ def native_arch(device: torch.device) -> str | None:
 
 def forward(stage: Stage, problem: Problem, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of checked tensors, by the stage's kernel; no gradients. See `Stage.attention`."""
-    kernel = kernel_for(stage, problem, q.device)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(
-        (problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32, device=q.device
-    )
-    launch(kernel, problem, q, k, v, out, lse)
+    out, lse = empty_results(problem, q)
+    if not (problem.mask and problem.mask.sees_nothing):
+        launch(kernel_for(stage, problem, q.device), problem, q, k, v, out, lse)
+    return out, lse
+
+
+def empty_results(problem: Problem, q, make=torch.empty) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (b, sq, h, d) and lse (b, h, sq) for a kernel; 0 and -inf where it may not write all.
+
+    `make(shape, dtype=, device=)` gives each tensor.
+    """
+    lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+    out = make(q.shape, dtype=q.dtype, device=q.device)
+    lse = make(lse_shape, dtype=torch.float32, device=q.device)
+    if problem.mask and not problem.mask.all_rows_written:
+        out.zero_()
+        lse.fill_(-math.inf)
     return out, lse
 
 
@@ -114,7 +125,13 @@ def _find_kernel(stage: KernelSource, mode: str, log: bool, problem: Problem, de
 
 def launch(kernel: CompiledKernel | HopperKernel, problem: Problem, q, k, v, out, lse) -> None:
     """Start a forward kernel on the current stream of q's device, writing `out` and `lse`."""
-    start(kernel, q, k, v, out, lse, problem.softmax_scale * math.log2(math.e))
+    scale_log2 = problem.softmax_scale * math.log2(math.e)
+    start(kernel, q, k, v, out, lse, scale_log2, *mask_arguments(problem))
+
+
+def mask_arguments(problem: Problem, count: int = 6) -> tuple[int, ...]:
+    """The first `count` of `Mask.arguments`, none for a stage without masks."""
+    return problem.mask.arguments[:count] if problem.mask else ()
 
 
 def start(kernel: CompiledKernel | HopperKernel, *arguments) -> None:

@@ -13,11 +13,12 @@ Runs: host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from .model.run import GradientRun, Run
 from .model.sequences import OPEN, Sequence, Sequences
 
 MASK_OPTIONS = (
@@ -53,7 +54,8 @@ class Mask:
     @property
     def sees_nothing(self) -> bool:
         """Whether no query can see a key."""
-        return self.left + self.right < 0 or not (self.max_seqlen_q and self.max_seqlen_k)
+        sizes = self.batch, self.max_seqlen_q, self.max_seqlen_k
+        return self.left + self.right < 0 or 0 in sizes
 
     @property
     def all_rows_written(self) -> bool:
@@ -68,6 +70,28 @@ class Mask:
         first_seen = self.left + self.max_seqlen_q - self.max_seqlen_k >= 0
         last_seen = self.right >= 0
         return self.lengths is None and not self.sees_nothing and first_seen and last_seen
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """lengths (its address, or 0), batch, max_seqlen_q, max_seqlen_k, left, right of a kernel."""
+        address = 0 if self.lengths is None else self.lengths.data_ptr()
+        sizes = self.batch, self.max_seqlen_q, self.max_seqlen_k
+        return address, *sizes, self.left, self.right
+
+    def batched(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Packed tensors as those of one batch entry; others, and None, as they are."""
+        return tuple(x[None] if self.packed and x is not None else x for x in tensors)
+
+    def of_model(self) -> tuple[tuple[int, int], Sequences]:
+        """The last two arguments of a model's `run`: window and sequences."""
+        return (self.left, self.right), self.sequences()
+
+    def of_run(self, run: Run) -> Run:
+        """The result of a model, packed as the inputs were."""
+        if not self.packed:
+            return run
+        names = ("out", "dk", "dv") if isinstance(run, GradientRun) else ("out", "lse")
+        return replace(run, **{name: getattr(run, name)[0] for name in names})
 
     def sequences(self) -> Sequences:
         """The same for a model; waits for the device that holds `lengths`."""
@@ -155,7 +179,9 @@ def _check_rank(q: Tensor, k: Tensor, packed: bool) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.dim() != (3 if packed else 4):
             why = "with cu_seqlens " if packed else ""
-            raise ValueError(f"{name} must be {wanted} {why}; got {tuple(x.shape)}".replace(" ;", ";"))
+            raise ValueError(
+                f"{name} must be {wanted} {why}; got {tuple(x.shape)}".replace(" ;", ";")
+            )
 
 
 def _count(cu_seqlens_q, cu_seqlens_k) -> int:
@@ -180,7 +206,9 @@ def _check_maximum(name: str, value, rows: int, packed: bool) -> int:
     if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, or a CPU tensor that holds one; got {_what(value)}")
+        raise TypeError(
+            f"{name} must be an int, or a CPU tensor that holds one; got {_what(value)}"
+        )
     if value < 0:
         raise ValueError(f"{name} must be 0 or more; got {value}")
     return min(value, rows)

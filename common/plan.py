@@ -118,8 +118,9 @@ class SmemBuffer:
 class Envelope:
     """What a stage accepts. `lifted_by` maps each rule to the stage that lifts it.
 
-    Lengths must be positive multiples of `seqlen_multiple`. Rules (keys of `lifted_by`): dtype,
-    head_dim, seqlen, heads, strides, grad, device.
+    Lengths must be positive multiples of `seqlen_multiple`; with `masks` any length, 0 too, and the
+    options of `common.masks`. Rules (keys of `lifted_by`): dtype, head_dim, seqlen, mask, heads,
+    strides, grad, device.
     """
 
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
@@ -127,6 +128,7 @@ class Envelope:
     seqlen_multiple: int = 128
     grouped_heads: bool = False
     differentiable: bool = False
+    masks: bool = False
     lifted_by: dict[str, int] = field(default_factory=dict)
 
 

@@ -95,19 +95,20 @@ class Part(KernelSource):
         softmax_scale=None,
         machine=None,
         max_ctas=None,
+        **mask,
     ):
         """The gradients by the model of a backward part: no GPU, no compiled code.
 
         Args: q, dout (b, sq, h, d), k and v (b, sk, h, d), CPU tensors of one 16-bit dtype; out
         (b, sq, h, d) and lse (b, h, sq) float32 of the forward, from the float64 oracle, rounded,
-        when not given; dlse (b, h, sq), the gradient of lse, 0 when None; the rest as
+        when not given; dlse (b, h, sq), the gradient of lse, 0 when None; mask and the rest as in
         `Stage.simulate`. Returns what the part's `model.run` does: dq, dk, dv, notes, findings,
         cta_cycles. Raises TypeError or ValueError for what the part does not take.
         """
         from .gradients import simulate
 
         given = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
-        return simulate(self, given, softmax_scale, machine, max_ctas)
+        return simulate(self, given, softmax_scale, machine, max_ctas, mask)
 
 
 class Stage(KernelSource):
@@ -165,11 +166,29 @@ class Stage(KernelSource):
         path = self.folder / "evidence.json"
         return json.loads(path.read_text()) if path.is_file() else {"runs": []}
 
-    def attention(self, q, k, v, *, softmax_scale=None, return_lse=False):
+    def attention(
+        self,
+        q,
+        k,
+        v,
+        *,
+        softmax_scale=None,
+        causal=False,
+        window_size=(None, None),
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        seqused_q=None,
+        seqused_k=None,
+        return_lse=False,
+    ):
         """softmax(q k^T * softmax_scale) v by this stage's kernel, on the tensors' GPU.
 
         Args: q (b, sq, h, d), k and v (b, sk, h, d), CUDA tensors, bf16 or fp16; what else is
-        allowed is in `config.ENVELOPE`. softmax_scale: positive number, d**-0.5 when None.
+        allowed is in `config.ENVELOPE`. softmax_scale: positive number, d**-0.5 when None. From
+        stage 08 on, causal, window_size and the lengths of sequences: see `common.masks`, its note
+        and `mask_of`; with cu_seqlens the tensors are (total, h, d), and lse is (h, total).
         Returns: out (b, sq, h, d) in q's dtype, or (out, lse) with lse (b, h, sq) float32, the
         natural log of each row's sum of exponentials. Runs on the current stream of q's device;
         the first call for a dtype and head dim compiles (seconds), later processes find it cached.
@@ -180,13 +199,24 @@ class Stage(KernelSource):
         """
         from .gradients import attention
 
-        return attention(self, q, k, v, softmax_scale=softmax_scale, return_lse=return_lse)
+        mask = {
+            "causal": causal,
+            "window_size": window_size,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k,
+            "seqused_q": seqused_q,
+            "seqused_k": seqused_k,
+        }
+        return attention(self, q, k, v, softmax_scale, return_lse, mask)
 
-    def simulate(self, q, k, v, *, softmax_scale=None, machine=None, max_ctas=None):
+    def simulate(self, q, k, v, *, softmax_scale=None, machine=None, max_ctas=None, **mask):
         """The same on the SM model, from this stage's `model.py`: no GPU, no compiled code.
 
         Args as `attention`, but CPU tensors; `machine` a `common.model.Machine` (B200 when None);
-        `max_ctas` stops after that many CTAs, leaving the other rows NaN. Returns a
+        `max_ctas` stops after that many CTAs, leaving the other rows NaN; mask, the options of
+        `common.masks`. Returns a
         `common.model.Run` with out, lse, the trace and cycles (derived, not measured).
         """
         import torch
@@ -194,6 +224,10 @@ class Stage(KernelSource):
         from .envelope import check
         from .model import B200
 
-        problem = check(self, q, k, v, softmax_scale, need_cuda=False)
+        problem = check(self, q, k, v, softmax_scale, need_cuda=False, **mask)
+        given = problem.softmax_scale, machine or B200, max_ctas
         with torch.no_grad():
-            return self.model.run(q, k, v, problem.softmax_scale, machine or B200, max_ctas)
+            if problem.mask is None:
+                return self.model.run(q, k, v, *given)
+            tensors = problem.mask.batched(q, k, v)
+            return problem.mask.of_run(self.model.run(*tensors, *given, *problem.mask.of_model()))

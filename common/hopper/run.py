@@ -17,12 +17,12 @@ import torch
 
 from ..compile import (
     CompileKey,
-    arguments,
     cache_folder,
     entry_function,
     fingerprint,
     require_dsl,
     sources,
+    stand_ins,
 )
 from ..stage import KernelSource
 from .build import HopperObject, build, read_object
@@ -173,4 +173,4 @@ def pack(
     require_dsl()
     symbol = f"flash_ladder_{artefact_name(key, log)}".replace("-", "_")
     (folder / SOURCES).write_text(_sources_hash(stage))
-    return build(entry_function(stage), arguments(stage.kind, key), folder, symbol, log)
+    return build(entry_function(stage), stand_ins(stage, key), folder, symbol, log)

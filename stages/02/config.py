@@ -26,7 +26,7 @@ ENVELOPE = Envelope(
     seqlen_multiple=128,
     grouped_heads=False,
     differentiable=False,
-    lifted_by={"head_dim": 10, "seqlen": 8, "heads": 9, "strides": 10, "grad": 7},
+    lifted_by={"head_dim": 10, "seqlen": 8, "mask": 8, "heads": 9, "strides": 10, "grad": 7},
 )
 
 

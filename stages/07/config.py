@@ -39,7 +39,7 @@ ENVELOPE = Envelope(
     seqlen_multiple=128,
     grouped_heads=False,
     differentiable=True,
-    lifted_by={"head_dim": 10, "seqlen": 8, "heads": 9, "strides": 10},
+    lifted_by={"head_dim": 10, "seqlen": 8, "mask": 8, "heads": 9, "strides": 10},
 )
 
 

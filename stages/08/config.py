@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 07 = stage 06 + the backward pass: further kernels, each a part in a folder of its own.
+"""Stage 08 = stage 07 + masks and lengths, at run time: tiles that nobody sees are not visited.
 
-The forward stays as it is. Data only; runs: host.
+Data only; runs: host.
 """
 
 from ..common.plan import Arrival, Barrier, Envelope, Plan, Role, SmemBuffer, TmemRegion
 
-NAME = "backward"
-IDEA = "P is computed again from Q, K and LSE; five products give dQ, dK and dV."
+NAME = "masks and lengths"
+IDEA = "Tiles without a visible pair are left out, those with a mask come first and last."
 PARTS = ("preprocess", "backward_1cta", "backward_2cta", "postprocess")  # kernels, in order
 BACKWARD = {64: "backward_1cta", 128: "backward_2cta"}  # which of them computes gradients
 
@@ -36,10 +36,11 @@ REGISTERS = {"softmax": 192, "correction": 80, "other": 48}  # by thread; 512 a 
 ENVELOPE = Envelope(
     dtypes=("bfloat16", "float16"),
     head_dims=(64, 128),
-    seqlen_multiple=128,
+    seqlen_multiple=1,
     grouped_heads=False,
     differentiable=True,
-    lifted_by={"head_dim": 10, "seqlen": 8, "heads": 9, "strides": 10},
+    masks=True,
+    lifted_by={"head_dim": 10, "heads": 9, "strides": 10},
 )
 
 

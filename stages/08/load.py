@@ -52,7 +52,15 @@ def tile_views(
 
 @cute.jit
 def load(
-    atoms, tensors, smem, bars, where, rows, tiles, head_dim: cutlass.Constexpr, dtype: cutlass.Constexpr
+    atoms,
+    tensors,
+    smem,
+    bars,
+    where,
+    rows,
+    tiles,
+    head_dim: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
 ):
     """Load both query tiles and, in turn, the visited tiles of K and V.
 
@@ -66,7 +74,9 @@ def load(
         load_tile(atoms[0], query, m_tile, tile, q_full, stage_bytes(smem[0]))
     n_min, n_max = tiles
     kv_bytes, stages = stage_bytes(smem[1]), config.KV_STAGES[head_dim]
-    for turn in cutlass.range(2 * (n_max - n_min), unroll=1):  # K and V of one key tile, then the next
+    for turn in cutlass.range(
+        2 * (n_max - n_min), unroll=1
+    ):  # K and V of one key tile, then the next
         n_block = n_max - 1 - turn // 2
         slot = turn % stages
         empty = bars.kv_empty.data_ptr() + slot

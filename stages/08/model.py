@@ -281,7 +281,7 @@ def exp2_emulated(x: torch.Tensor):
     p = torch.full_like(x, config.POLYNOMIAL[-1])
     for c in reversed(config.POLYNOMIAL[:-1]):
         p = p * (x - n) + c
-    return torch.ldexp(p, n)
+    return torch.where(n == config.SMALLEST, 0.0, torch.ldexp(p, n))  # the exponent's field is 0
 
 
 def exponentials(role: Role, s, row_max, scale_log2: float, pairs: int, tile: int):

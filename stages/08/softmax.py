@@ -137,7 +137,9 @@ def probabilities(rS: cute.Tensor, row_max: Float32, scale_log2: Float32, tmem, 
 
 
 @cute.jit
-def step(n_block, n_iter, tile, tmem, bars, sStats, row_max, row_sum, scale_log2, keys, masked, tidx):
+def step(
+    n_block, n_iter, tile, tmem, bars, sStats, row_max, row_sum, scale_log2, keys, masked, tidx
+):
     """One S of a query tile to P. Runs: as softmax. Returns: (row_max, row_sum).
 
     Args: n_block, the key tile; n_iter, how many were before; keys, (first, last) that this row
@@ -166,7 +168,9 @@ def step(n_block, n_iter, tile, tmem, bars, sStats, row_max, row_sum, scale_log2
 
 
 @cute.jit
-def softmax(tile, tmem, bars, sStats: cute.Tensor, scale_log2: Float32, where, rows, tiles, window, tidx):
+def softmax(
+    tile, tmem, bars, sStats: cute.Tensor, scale_log2: Float32, where, rows, tiles, window, tidx
+):
     """Turn every S of one query tile into P; leave the rows' sums and maxima behind.
 
     Runs: the 128 threads of SOFTMAX0 or SOFTMAX1, converged; thread = lane = query row. Args: tile,
@@ -182,10 +186,25 @@ def softmax(tile, tmem, bars, sStats: cute.Tensor, scale_log2: Float32, where, r
     first_key, last_key = visible_keys(first_row + tidx, lengths, window)
     keys = (first_key, cutlass.min(last_key, lengths[1] - 1))
     row_max, row_sum = -Float32.inf, Float32(0.0)
-    for start, stop, masked in ((n_max, n_high, True), (n_high, n_low, False), (n_low, n_min, True)):
+    for start, stop, masked in (
+        (n_max, n_high, True),
+        (n_high, n_low, False),
+        (n_low, n_min, True),
+    ):
         for n in cutlass.range(n_max - start, n_max - stop, unroll=1):
             row_max, row_sum = step(
-                n_max - 1 - n, n, tile, tmem, bars, sStats, row_max, row_sum, scale_log2, keys, masked, tidx
+                n_max - 1 - n,
+                n,
+                tile,
+                tmem,
+                bars,
+                sStats,
+                row_max,
+                row_sum,
+                scale_log2,
+                keys,
+                masked,
+                tidx,
             )
     stats_empty = bars.stats_empty.data_ptr() + tile
     cute.arch.mbarrier_wait(stats_empty, (n_max - n_min) % 2 ^ 1)  # CORRECTION arrives

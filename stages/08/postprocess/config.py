@@ -17,7 +17,8 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")  
 ENVELOPE = Envelope(
     dtypes=("bfloat16", "float16"),
     head_dims=(64, 128),
-    seqlen_multiple=128,
+    seqlen_multiple=1,
+    masks=True,
 )
 
 
