@@ -52,9 +52,9 @@ class Run:
         return self.flop / self.seconds / 1e12
 
     def busy(self) -> dict[str, float]:
-        """Share of the cycles of the first CTA that had work in which each engine was busy, from 0 to 1.
+        """Share of cycles in which each engine was busy, from 0 to 1.
 
-        Of a pair: the leader's engines.
+        Of the first CTA that had work; of a pair: the leader's engines.
         """
         spent = {name: 0.0 for name in ENGINES}
         for span in self.trace:

@@ -139,15 +139,16 @@ DECLARED = {
         "mma_kinds": "f16",
         "mma_ss": 4 * head_dim // 16,  # QK of two tiles, first and in the loop
         "mma_ts": 4 * tile_n // 16,  # PV of two tiles, in the loop and last
-        "ex2": 2 * (tile_n + 1 - 2 * sum(EMULATED[head_dim])),  # two softmax warpgroups
-        "max": 2 * (tile_n + 2 * sum(EMULATED[head_dim])),  # row maxima; clamps
-        "floor_adds": 4 * sum(EMULATED[head_dim]),
-        "mbarrier_waits": 41,  # one for each wait in the sources, unrolled by tile
-        "mbarrier_arrives": 30,
+        "ex2": 6 * (tile_n + 1 - 2 * sum(EMULATED[head_dim])),  # two warpgroups, three loops each
+        "max": 6 * (tile_n + 2 * sum(EMULATED[head_dim])),  # row maxima; clamps
+        "floor_adds": 12 * sum(EMULATED[head_dim]),
+        "mbarrier_waits": 49,  # one for each wait in the sources, unrolled by tile
+        "mbarrier_arrives": 42,
         "commits": 9,
-        "tmem_fences": 35,
-        "tmem_load_waits": 2 * (1 + head_dim // 8),  # S; O: rescaling three times, end
-        "tmem_store_waits": 10,  # both parts of P; O of two tiles, three times
+        "tmem_fences": 51,
+        "tmem_load_waits": 2
+        * (3 + head_dim // 8),  # S in three loops; O: rescaling three times, end
+        "tmem_store_waits": 18,  # both parts of P in three loops; O of two tiles, three times
         "proxy_fences": 2,  # before the stores of O
         "init_fences": 1,
         "tmem_deallocs": 1,

@@ -37,8 +37,9 @@ def correction(tmem, bars, sStats, sO, mLSE, scale_log2: Float32, num_n_blocks, 
 
     Runs: the 128 threads of CORRECTION, converged; thread = lane = query row, both tiles in turn.
     Args: tmem, (S, P, O) by query tile; sStats as in softmax; sO (TILE_M, d, 2) shared; mLSE
-    (b, h, sq) Float32; where, (m_block, head, batch); rows, see `sequence`. Waits: stats_full, o_full. Arrives:
-    stats_empty, where the tile's softmax waits; o_rescaled (MMA); o_staged (EPILOGUE and MMA).
+    (b, h, sq) Float32; where, (m_block, head, batch); rows, see `sequence`. Waits: stats_full,
+    o_full. Arrives: stats_empty, where the tile's softmax waits; o_rescaled (MMA); o_staged
+    (EPILOGUE and MMA).
     """
     for tile in cutlass.range_constexpr(config.Q_TILES):
         cute.arch.mbarrier_wait(bars.stats_full.data_ptr() + tile, 0)  # the tile's softmax arrives

@@ -30,7 +30,8 @@ def tile_views(
     """((global, shared) tiles of Q, of K, of V), as TMA copies them.
 
     Runs: any warp. Args: atoms and tensors of Q, K, V; smem, (sQ, sK, sV, sO); where, (m_block,
-    head, batch); rows of the sequence, see `sequence`. Returns: Q (TMA, m) and (TMA, Q_TILES), K and V (TMA, n) and (TMA, STAGES).
+    head, batch); rows of the sequence, see `sequence`. Returns: Q (TMA, m) and (TMA, Q_TILES), K
+    and V (TMA, n) and (TMA, STAGES).
     """
     _, head, batch = where
     begin_q, len_q, begin_k, len_k = rows
@@ -64,8 +65,8 @@ def load(
 ):
     """Load both query tiles and, in turn, the visited tiles of K and V.
 
-    Runs: LOAD, converged. Args: as tile_views; tiles, (n_min, n_max). Waits: kv_empty. Arrives: q_full, kv_full, where
-    MMA waits.
+    Runs: LOAD, converged. Args: as tile_views; tiles, (n_min, n_max). Waits: kv_empty. Arrives:
+    q_full, kv_full, where MMA waits.
     """
     query, key, value = tile_views(atoms, tensors, smem, where, rows, head_dim, dtype)
     for tile in cutlass.range_constexpr(config.Q_TILES):

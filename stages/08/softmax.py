@@ -137,14 +137,13 @@ def probabilities(rS: cute.Tensor, row_max: Float32, scale_log2: Float32, tmem, 
 
 
 @cute.jit
-def step(
-    n_block, n_iter, tile, tmem, bars, sStats, row_max, row_sum, scale_log2, keys, masked, tidx
-):
-    """One S of a query tile to P. Runs: as softmax. Returns: (row_max, row_sum).
+def step(given, n_block, n_iter, row_max, row_sum, masked: cutlass.Constexpr):
+    """Turn one S of a query tile into P. Runs: as softmax. Returns: (row_max, row_sum).
 
-    Args: n_block, the key tile; n_iter, how many were before; keys, (first, last) that this row
-    sees; masked, whether some of the tile's rows do not see all of the tile, static.
+    Args: given, see softmax; n_block, the key tile; n_iter, how many were before; masked, whether
+    a row of the query tile may not see all of it.
     """
+    tile, tmem, bars, sStats, scale_log2, keys, tidx = given
     tStS, _, _ = tmem
     rS = cute.make_rmem_tensor((cute.size(tStS, mode=[0, 1]),), Float32)
     cute.arch.mbarrier_wait(bars.s_full.data_ptr() + tile, n_iter % 2)  # MMA's commit arrives
@@ -164,7 +163,8 @@ def step(
     fence_before()
     cute.arch.mbarrier_arrive(bars.stats_full.data_ptr() + tile)  # CORRECTION waits
     probabilities(rS, reference, scale_log2, tmem, bars, tile, tidx)
-    return row_max, arith.sum_of(rS, row_sum * acc_scale)
+    row_sum = arith.sum_of(rS, row_sum * acc_scale)
+    return row_max, row_sum
 
 
 @cute.jit
@@ -185,29 +185,15 @@ def softmax(
     n_low, n_high = unmasked_tiles(first_row, config.TILE_M, lengths, window, n_min, n_max)
     first_key, last_key = visible_keys(first_row + tidx, lengths, window)
     keys = (first_key, cutlass.min(last_key, lengths[1] - 1))
+    given = (tile, tmem, bars, sStats, scale_log2, keys, tidx)
     row_max, row_sum = -Float32.inf, Float32(0.0)
-    for start, stop, masked in (
-        (n_max, n_high, True),
-        (n_high, n_low, False),
-        (n_low, n_min, True),
-    ):
-        for n in cutlass.range(n_max - start, n_max - stop, unroll=1):
-            row_max, row_sum = step(
-                n_max - 1 - n,
-                n,
-                tile,
-                tmem,
-                bars,
-                sStats,
-                row_max,
-                row_sum,
-                scale_log2,
-                keys,
-                masked,
-                tidx,
-            )
+    parts = ((n_max, n_high, True), (n_high, n_low, False), (n_low, n_min, True))
+    for start, stop, masked in parts:
+        for n_iter in cutlass.range(n_max - start, n_max - stop, unroll=1):
+            row_max, row_sum = step(given, n_max - 1 - n_iter, n_iter, row_max, row_sum, masked)
+    num_n_blocks = n_max - n_min
     stats_empty = bars.stats_empty.data_ptr() + tile
-    cute.arch.mbarrier_wait(stats_empty, (n_max - n_min) % 2 ^ 1)  # CORRECTION arrives
+    cute.arch.mbarrier_wait(stats_empty, num_n_blocks % 2 ^ 1)  # CORRECTION arrives
     sStats[tile, tidx, 0] = row_sum
     sStats[tile, tidx, 1] = row_max
     cute.arch.mbarrier_arrive(bars.stats_full.data_ptr() + tile)  # CORRECTION waits
