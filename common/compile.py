@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import contextvars
 import functools
 import hashlib
 import importlib.metadata
@@ -25,6 +26,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from .stage import PACKAGE, KernelSource
@@ -38,6 +40,9 @@ DSL_PACKAGES = (
 )
 FILES = ("kernel.ptx", "kernel.cubin", "kernel.o")
 _MEMORY: dict[str, CompiledKernel] = {}
+_ANNOUNCE: contextvars.ContextVar[Callable[[CompileKey], None] | None] = contextvars.ContextVar(
+    "announce", default=None
+)
 _LOCK = threading.Lock()  # the DSL traces one kernel at a time
 
 
@@ -103,6 +108,23 @@ class CompiledKernel:
 
         module = load_module(str(self.folder / "kernel.o"), enable_tvm_ffi=True)
         return getattr(module, _symbol(self.key))
+
+
+@contextlib.contextmanager
+def announced(tell: Callable[[CompileKey], None]) -> Iterator[None]:
+    """While open, `tell` is called before each compilation that no cache spares, in this thread."""
+    token = _ANNOUNCE.set(tell)
+    try:
+        yield
+    finally:
+        _ANNOUNCE.reset(token)
+
+
+def announce(key: CompileKey) -> None:
+    """Tell who wants to know that a compilation begins."""
+    tell = _ANNOUNCE.get()
+    if tell:
+        tell(key)
 
 
 def require_dsl() -> None:
@@ -241,6 +263,7 @@ def _read(key: CompileKey, folder: pathlib.Path) -> CompiledKernel | None:
 
 def _build_into(stage: KernelSource, key: CompileKey, folder: pathlib.Path) -> CompiledKernel:
     """Compile beside `folder` and rename, so that other processes see all of it or nothing."""
+    announce(key)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = pathlib.Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))

@@ -50,13 +50,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check(
-    stage: Stage, q, k, v, softmax_scale=None, *, need_cuda: bool = True, **options
+    stage: Stage, q, k, v, softmax_scale=None, *, need_cuda: bool | None = True, **options
 ) -> Problem:
     """Check q (b, sq, h, d), k and v (b, sk, h, d) against the stage's envelope.
 
     options: of `masks.mask_of`, for a stage that has masks; with cu_seqlens the tensors are
-    (total, h, d). Returns the `Problem`. Raises TypeError (not a tensor, dtype, type of the scale)
-    or ValueError (shapes, lengths, strides, device, gradients, value of the scale).
+    (total, h, d). need_cuda: False wants CPU tensors, None takes any. Returns the `Problem`. Raises
+    TypeError (not a tensor, dtype, type of the scale) or ValueError (shapes, lengths, strides,
+    device, gradients, value of the scale).
     """
     named = {"q": q, "k": k, "v": v}
     _check_tensors(stage, named)
@@ -188,11 +189,13 @@ def _check_grad(stage: Stage, named: dict) -> None:
         )
 
 
-def _check_device(stage: Stage, named: dict, need_cuda: bool) -> None:
+def _check_device(stage: Stage, named: dict, need_cuda: bool | None) -> None:
     devices = {name: str(tensor.device) for name, tensor in named.items()}
     if len(set(devices.values())) > 1:
         raise ValueError(f"q, k and v must be on one device; got {devices}")
     kind = named["q"].device.type
+    if need_cuda is None:
+        return
     if need_cuda and kind != "cuda":
         raise ValueError(
             f"stage {stage.tag} runs on a CUDA GPU; q, k and v are on {devices['q']!r}. Without a "

@@ -2,7 +2,8 @@
 """FlashLadder: FlashAttention-4 for Blackwell, taught by building it.
 
 `load(n)` gives stage n: its `attention` op, its configuration, its executable model, what ran
-where. Importing this package loads neither torch nor the CuTe DSL.
+where. `flash_attn_func` and `flash_attn_varlen_func` are the last stage as an operator of torch.
+Importing this package loads neither torch nor the CuTe DSL.
 """
 
 import pathlib
@@ -20,7 +21,18 @@ STAGES = {
     10: "production",
 }  # the ladder; `built()` says which of them this version has
 
-__all__ = ["STAGES", "built", "load"]
+OPS = ("flash_attn_func", "flash_attn_varlen_func")  # of common/op.py
+
+__all__ = ["STAGES", "built", "load", *OPS]
+
+
+def __getattr__(name: str):
+    """The op, imported when first asked for: it needs torch."""
+    if name not in OPS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .common import op
+
+    return getattr(op, name)
 
 
 def built() -> list[int]:

@@ -17,6 +17,7 @@ import torch
 
 from ..compile import (
     CompileKey,
+    announce,
     cache_folder,
     entry_function,
     fingerprint,
@@ -65,6 +66,10 @@ class HopperKernel:
         """Launch, wait for the end, and raise HopperExecutionError if the engine saw a fault."""
         engine = session(self.device_index)
         launch = self._launch
+        if torch.cuda.is_current_stream_capturing():  # a graph: it cannot wait, nor look at faults
+            engine.reset()
+            launch(*arguments)
+            return
         with _ONE_AT_A_TIME:
             engine.reset()
             try:
@@ -152,6 +157,7 @@ def _build_into(
     stage: KernelSource, key: CompileKey, folder: pathlib.Path, log: bool
 ) -> HopperObject:
     """Build beside `folder` and rename: other processes see all of it or nothing."""
+    announce(key)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
     try:

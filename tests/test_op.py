@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library op around its kernels: torch.library, autograd, torch.compile, what it refuses.
+
+The kernels are replaced by the oracle, so that all of this runs on a CPU.
+"""
+
+import flash_ladder
+import pytest
+import torch
+import torch._dynamo.testing
+from flash_ladder import flash_attn_func, flash_attn_varlen_func
+from flash_ladder.common import compile, op, reference
+from flash_ladder.common.compile import CompileKey
+from flash_ladder.common.gradients import oracle_forward
+from flash_ladder.common.model.sequences import OPEN
+from torch.library import opcheck
+
+DENSE = (None,) * 6  # cu_seqlens, seqused, max_seqlen
+
+
+def _forward(problem, q, k, v):
+    saved = oracle_forward(problem, q, k, v)
+    return saved.out, saved.lse
+
+
+def _backward(problem, saved, dout, dlse):
+    mask = problem.mask
+    sides = tuple(None if side == OPEN else side for side in (mask.left, mask.right))
+    dq, dk, dv = (torch.zeros_like(x) for x in (saved.q, saved.k, saved.v))
+    sequences = mask.sequences()
+    for number, row in enumerate(sequences.rows):
+        entry, queries, keys = sequences.entry(number), row.queries(), row.keys()
+        made = reference.attention_backward(
+            saved.q[entry, queries][None],
+            saved.k[entry, keys][None],
+            saved.v[entry, keys][None],
+            dout[entry, queries][None],
+            dlse=dlse[entry, :, queries][None],
+            softmax_scale=problem.softmax_scale,
+            window_size=sides,
+        )
+        dq[entry, queries] = made.dq[0].to(dq.dtype)
+        dk[entry, keys], dv[entry, keys] = made.dk[0].to(dk.dtype), made.dv[0].to(dv.dtype)
+    return dq, dk, dv
+
+
+@pytest.fixture
+def oracle(monkeypatch):
+    """Kernels that are the oracle; the tensors that they were given."""
+    given = []
+
+    def forward(problem, q, k, v):
+        given.append((problem, q, k, v))
+        return _forward(problem, q, k, v)
+
+    monkeypatch.setattr(op, "run_forward", forward)
+    monkeypatch.setattr(op, "run_backward", _backward)
+    monkeypatch.setattr(op, "check_device", lambda device: None)
+    return given
+
+
+def _qkv(sq=5, sk=7, heads=4, heads_kv=2, batch=(2,), grad=False, d=64, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((*batch, sq, heads, d), *[(*batch, sk, heads_kv, d)] * 2)
+    made = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [x.requires_grad_(grad) for x in made]
+
+
+def _packed(grad=False, **sizes):
+    q, k, v = _qkv(8, 9, batch=(), grad=grad, **sizes)
+    cu = [torch.tensor(row, dtype=torch.int32) for row in ([0, 0, 5, 8], [0, 2, 6, 9])]
+    return q, k, v, cu
+
+
+# ---- values --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (2, 1)}])
+@pytest.mark.parametrize("heads_kv", [4, 2, 1])
+def test_grouped_heads_and_masks_are_those_of_the_oracle(oracle, mask, heads_kv):
+    q, k, v = _qkv(heads_kv=heads_kv, grad=True)
+    out, lse = flash_attn_func(q, k, v, return_lse=True, **mask)
+    truth = reference.attention(q, k, v, **mask)
+    torch.testing.assert_close(out.double(), truth.out, atol=0.01, rtol=0.01)
+    torch.testing.assert_close(lse.double(), truth.lse)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    wanted = reference.attention_backward(q, k, v, dout, dlse=dlse, **mask)
+    for x, y in zip(found, (wanted.dq, wanted.dk, wanted.dv)):
+        torch.testing.assert_close(x.double(), y, atol=0.03, rtol=0.03)
+    assert torch.equal(out, flash_attn_func(q, k, v, **mask))
+
+
+@pytest.mark.parametrize("used", [{}, {"seqused_k": torch.tensor([1, 0, 3], dtype=torch.int32)}])
+def test_packed_sequences_are_those_of_the_oracle(oracle, used):
+    q, k, v, (cu_q, cu_k) = _packed(grad=True)
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **used}
+    out, lse = flash_attn_varlen_func(q, k, v, **lengths, causal=True, return_lse=True)
+    truth = reference.attention_varlen(q, k, v, **lengths, causal=True)
+    torch.testing.assert_close(out.double(), truth.out, atol=0.01, rtol=0.01)
+    torch.testing.assert_close(lse.double(), truth.lse)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    wanted = reference.attention_varlen_backward(q, k, v, dout, **lengths, causal=True)
+    for x, y in zip(found, (wanted.dq, wanted.dk, wanted.dv)):
+        torch.testing.assert_close(x.double(), y, atol=0.03, rtol=0.03)
+
+
+def test_a_maximum_may_be_a_tensor_of_the_cpu(oracle):
+    q, k, v, (cu_q, cu_k) = _packed()
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    wanted = flash_attn_varlen_func(q, k, v, **lengths)
+    most = {"max_seqlen_q": torch.tensor(5), "max_seqlen_k": 4}
+    assert torch.equal(wanted, flash_attn_varlen_func(q, k, v, **lengths, **most))
+    problem = oracle[-1][0]
+    assert (problem.mask.max_seqlen_q, problem.mask.max_seqlen_k) == (5, 4)
+
+
+def test_what_lies_well_is_not_copied_and_the_rest_once(oracle):
+    q, k, v = _qkv(heads_kv=4)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    wanted = flash_attn_func(q, k, v)
+    assert torch.equal(flash_attn_func(*turned), wanted)
+    assert [x.data_ptr() for x in oracle[-1][1:]] == [x.data_ptr() for x in turned]
+    odd = torch.zeros(*q.shape[:3], 65, dtype=q.dtype)[..., :-1].copy_(q)
+    late = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+    across = torch.stack([q, q], -1)[..., 0]
+    for x in (odd, late, across):
+        assert torch.equal(flash_attn_func(x, k, v), wanted)
+        assert oracle[-1][1].is_contiguous() and oracle[-1][2].data_ptr() == k.data_ptr()
+
+
+def test_inputs_are_not_written(oracle):
+    q, k, v = _qkv(grad=True)
+    before = [x.detach().clone() for x in (q, k, v)]
+    flash_attn_func(q, k, v).sum().backward()
+    assert all(map(torch.equal, before, (q, k, v)))
+
+
+# ---- torch ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck(oracle, grad):
+    attention = torch.ops.flash_ladder.attention.default
+    opcheck(attention, (*_qkv(grad=grad), *DENSE, 0.125, OPEN, 0))
+    q, k, v, cu = _packed(grad=grad)
+    opcheck(attention, (q, k, v, *cu, None, None, 5, 4, 0.125, 2, 1))
+
+
+def test_opcheck_of_the_backward(oracle):
+    q, k, v = _qkv()
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    given = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse)
+    opcheck(
+        torch.ops.flash_ladder.attention_backward.default,
+        (*given, *DENSE, 0.125, OPEN, OPEN),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_compiled_without_a_break_and_once_for_all_lengths(oracle):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def function(q, k, v):
+        return flash_attn_func(q * 2, k, v, causal=True).sum()
+
+    for sq, sk in ((5, 7), (9, 3), (300, 130)):
+        q, k, v = _qkv(sq, sk, grad=True)
+        function(q, k, v).backward()
+        found, (q.grad, k.grad, v.grad) = (q.grad, k.grad, v.grad), (None, None, None)
+        flash_attn_func(q * 2, k, v, causal=True).sum().backward()
+        for x, y in zip(found, (q.grad, k.grad, v.grad)):
+            torch.testing.assert_close(x, y, atol=0.02, rtol=0.02)
+    assert counter.frame_count == 1
+
+
+def test_a_second_derivative_is_refused(oracle):
+    q, k, v = _qkv(grad=True)
+    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(
+        RuntimeError, match=r"its backward has no backward\. Leave out create_graph"
+    ):
+        dq.sum().backward()
+
+
+def test_vmap_is_refused(oracle):
+    q, k, v = (x[None] for x in _qkv())
+    with pytest.raises(RuntimeError, match=r"cannot be mapped by torch\.vmap: give it the batch"):
+        torch.vmap(flash_attn_func)(q, k, v)
+
+
+# ---- refusals ------------------------------------------------------------------------------
+
+BAD = {
+    "deterministic": ({"deterministic": True}, ValueError, "deterministic=True does not exist yet"),
+    "no tensor": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor; got list"),
+    "rank": ({"q": torch.zeros(5, 4, 64)}, ValueError, r"q must be \(batch, seqlen, heads"),
+    "scale": ({"softmax_scale": "1"}, TypeError, "softmax_scale must be a number or None; got str"),
+    "scale NaN": ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite"),
+    "causal": ({"causal": 1}, TypeError, "causal must be True or False; got 1"),
+    "window": ({"window_size": (1.5, 0)}, TypeError, "window_size has integers"),
+    "window's length": ({"window_size": (1,)}, TypeError, r"must be \(left, right\)"),
+    "heads": ({"k": torch.zeros(2, 7, 3, 64).bfloat16()}, ValueError, "q has 4 heads, k or v 3"),
+    "dtype": ({"q": torch.zeros(2, 5, 4, 64)}, TypeError, "q is float32"),
+    "head dim": ({name: torch.zeros(2, 5, 4, 72).bfloat16() for name in "qkv"}, ValueError, "72"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused(oracle, name):
+    changes, error, words = BAD[name]
+    with pytest.raises(error, match=words):
+        flash_attn_func(**{**dict(zip("qkv", _qkv())), **changes})
+    assert not oracle
+
+
+BAD_LENGTHS = {
+    "int64": ({"cu_seqlens_q": torch.tensor([0, 0, 5, 8])}, TypeError, "must be an int32 tensor"),
+    "number": ({"cu_seqlens_k": torch.tensor([0, 9]).int()}, ValueError, "describes 3 sequences"),
+    "used": ({"seqused_q": torch.tensor([1]).int()}, ValueError, r"must have shape \(3,\)"),
+    "maximum": ({"max_seqlen_q": torch.zeros(2)}, TypeError, "an int, or a CPU tensor"),
+    "negative": ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be 0 or more"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LENGTHS)
+def test_bad_lengths_are_refused(oracle, name):
+    changes, error, words = BAD_LENGTHS[name]
+    q, k, v, (cu_q, cu_k) = _packed()
+    with pytest.raises(error, match=words):
+        flash_attn_varlen_func(q, k, v, **{"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **changes})
+
+
+def test_a_positional_dropout_cannot_become_a_scale(oracle):
+    with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given"):
+        flash_attn_func(*_qkv(), 0.1)
+    q, k, v, cu = _packed()
+    with pytest.raises(TypeError, match="takes 3 positional arguments but 5 were given"):
+        flash_attn_varlen_func(q, k, v, *cu)
+
+
+def test_cpu_tensors_are_refused_with_an_alternative():
+    with pytest.raises(ValueError, match=r"on 'cpu'.*scaled_dot_product_attention runs everywhere"):
+        flash_attn_func(*_qkv())
+
+
+# ---- the package ---------------------------------------------------------------------------
+
+
+def test_the_package_has_the_op_and_nothing_else():
+    assert flash_ladder.flash_attn_func is flash_attn_func
+    assert {"flash_attn_func", "flash_attn_varlen_func"} < set(flash_ladder.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'flash_attn'"):
+        flash_ladder.flash_attn  # noqa: B018
+
+
+def test_a_compilation_is_announced_where_asked():
+    key, told = CompileKey(8, "sm_100a", "bfloat16", 64), []
+    compile.announce(key)
+    with compile.announced(told.append):
+        compile.announce(key)
+    compile.announce(key)
+    assert told == [key]
