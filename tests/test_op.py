@@ -4,6 +4,11 @@
 The kernels are replaced by the oracle, so that all of this runs on a CPU.
 """
 
+import inspect
+import pathlib
+import re
+from builtins import compile as compile_code
+
 import flash_ladder
 import pytest
 import torch
@@ -244,6 +249,28 @@ def test_a_positional_dropout_cannot_become_a_scale(oracle):
 def test_cpu_tensors_are_refused_with_an_alternative():
     with pytest.raises(ValueError, match=r"on 'cpu'.*scaled_dot_product_attention runs everywhere"):
         flash_attn_func(*_qkv())
+
+
+# ---- its page ------------------------------------------------------------------------------
+
+
+PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "attention.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```python\n(.+?)^```$", PAGE.partition("## Examples")[2], re.M | re.S)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_examples_of_the_page_run(oracle, number):
+    code = EXAMPLES[number].replace('device="cuda"', 'device="cpu"')
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    exec(compile_code(code, f"example {number + 1}", "exec"), {})
+    assert oracle and len(EXAMPLES) == 6
+
+
+@pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
+def test_the_page_names_every_argument_that_has_a_rule(function):
+    named = set(inspect.signature(function).parameters) - {*"qkv", "seqused_q", "seqused_k"}
+    assert {name for name in named if name not in PAGE} == set()
 
 
 # ---- the package ---------------------------------------------------------------------------
