@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of the op costs the host: Python, checks and allocation, without its kernels.
+
+`python -m flash_ladder.common.overhead --out docs/data/overhead.json` on a machine with a CUDA GPU
+and flash-attn-4. Kernels are replaced by functions that do nothing, ours and theirs; theirs are
+never compiled. Microseconds a call are the median of rounds that take turns. Runs: host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated
+from unittest import mock
+
+import torch
+import typer
+
+CALLS, ROUNDS = 500, 9
+SHAPES = {"b2 sq2048 h16 d128": (2, 2048, 16, 128), "b1 sq128 h8 d64": (1, 128, 8, 64)}
+
+
+class _Nothing:
+    """A kernel that is not started."""
+
+    @staticmethod
+    def function(*_arguments):
+        pass
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """While open, neither this package nor flash-attn-4 starts a kernel of its own."""
+    from . import gradients, launch, op
+    from .hopper.redirect import compile_replaced
+
+    targets = os.environ | {
+        "FLASH_ATTENTION_ARCH": "sm_100",
+        "CUTE_DSL_ARCH": "sm_100a",
+        "FLASH_ATTENTION_NUM_SMS": "148",
+    }
+    nothing = lambda *_, **__: _Nothing
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, targets))
+        stack.enter_context(mock.patch.object(launch, "kernel_for", nothing))
+        stack.enter_context(mock.patch.object(gradients, "kernel_for", nothing))
+        stack.enter_context(mock.patch.object(op, "check_device", lambda device: None))
+        stack.enter_context(compile_replaced(lambda *_: lambda *_, **__: None))
+        yield
+
+
+def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median time of a call of each, in turns."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(ROUNDS + 1):  # the first warms up
+        for name, function in functions.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                function()
+            times[name].append((time.perf_counter() - start) / CALLS * 1e6)
+    return {name: round(statistics.median(rows[1:]), 1) for name, rows in times.items()}
+
+
+def _calls(function: Callable, tensors, training: bool) -> Callable[[], object]:
+    """A forward, or a forward and a backward."""
+    if not training:
+        return lambda: function(*tensors, causal=True)
+    q, k, v = (x.detach().requires_grad_() for x in tensors)
+    dout = torch.ones_like(q)
+
+    def both():
+        out = function(q, k, v, causal=True)
+        out = out[0] if isinstance(out, tuple) else out
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    return both
+
+
+def measure() -> dict:
+    """Microseconds a call by shape, of ours and of flash-attn-4."""
+    from .op import flash_attn_func
+
+    found = {}
+    with without_kernels():
+        from flash_attn.cute.interface import flash_attn_func as theirs
+
+        for name, (batch, seqlen, heads, head_dim) in SHAPES.items():
+            shape = (batch, seqlen, heads, head_dim)
+            tensors = [torch.randn(shape, device="cuda").bfloat16() for _ in range(3)]
+            for training in (False, True):
+                functions = {"flash_ladder": flash_attn_func, "flash-attn-4": theirs}
+                calls = {key: _calls(f, tensors, training) for key, f in functions.items()}
+                kind = "forward and backward" if training else "forward"
+                found[f"{name}, {kind}"] = microseconds(calls)
+    return found
+
+
+def main(out: Annotated[pathlib.Path, typer.Option(help="Where to write the JSON.")]) -> None:
+    """Measure and write."""
+    rows = measure()
+    found = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "flash-attn-4": importlib.metadata.version("flash-attn-4"),
+        "command": "python -m flash_ladder.common.overhead",
+        "microseconds": rows,
+    }
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)
