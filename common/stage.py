@@ -191,9 +191,10 @@ class Stage(KernelSource):
         """
         import torch
 
-        from .envelope import check
+        from .envelope import check, check_model_options
         from .model import B200
 
+        check_model_options(machine, max_ctas)
         problem = check(self, q, k, v, softmax_scale, need_cuda=False)
         with torch.no_grad():
             return self.model.run(q, k, v, problem.softmax_scale, machine or B200, max_ctas)
