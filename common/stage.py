@@ -101,8 +101,9 @@ class Part(KernelSource):
         Args: q, dout (b, sq, h, d), k and v (b, sk, h, d), CPU tensors of one 16-bit dtype; out
         (b, sq, h, d) and lse (b, h, sq) float32 of the forward, from the float64 oracle, rounded,
         when not given; dlse (b, h, sq), the gradient of lse, 0 when None; the rest as
-        `Stage.simulate`. Returns what the part's `model.run` does: dq, dk, dv, notes, findings,
-        cta_cycles. Raises TypeError or ValueError for what the part does not take.
+        `Stage.simulate`, but max_ctas counts pairs where CTAs work in pairs. Returns what the
+        part's `model.run` does: dq, dk, dv, notes, findings, cta_cycles. Raises TypeError or
+        ValueError for what the part does not take.
         """
         from .gradients import simulate
 
