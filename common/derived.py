@@ -87,6 +87,10 @@ class Report:
                 "cycles_per_tile": self.phases.per_tile,
                 "cycles_epilogue": self.phases.epilogue,
                 "utilisation": timeline.utilisation(self.run),
+                "smem_port": {
+                    name: {"cycles_per_tile": each, "cycles_once": once}
+                    for name, (each, once) in timeline.port(self.run).items()
+                },
                 "ctas": self.time.ctas,
                 "cycles": self.time.cycles,
                 "seconds": self.time.seconds,
@@ -170,6 +174,10 @@ def print_report(report: Report, console: Console, table) -> None:
     for engine, share in sorted(timeline.utilisation(report.run).items(), key=lambda row: -row[1]):
         used.add_row(engine, f"{share:6.1%}")
     console.print(used)
+    served = table("port of shared memory (derived)", "cycles a tile", "once", whole=3)
+    for name, (each, once) in sorted(timeline.port(report.run).items(), key=lambda row: -row[1][0]):
+        served.add_row(name, f"{each:10,.0f}", f"{once:10,.0f}")
+    console.print(served)
     phases, sizes, whole = report.phases, report.sizes, report.time
     say(
         f"Cycles of the CTA (derived): {phases.prologue:,.0f} before the steady state, "

@@ -199,11 +199,42 @@ def _check_device(stage: Stage, named: dict, need_cuda: bool | None) -> None:
     if need_cuda and kind != "cuda":
         raise ValueError(
             f"stage {stage.tag} runs on a CUDA GPU; q, k and v are on {devices['q']!r}. Without a "
-            f"GPU, load({stage.number}).simulate(q, k, v) runs its model and `flash-ladder run "
-            f"{stage.number}` shows what this machine can do"
+            f"GPU, load({stage.number}).simulate(q, k, v) runs its model"
+            f"{_simulated_gradients(stage, named)} and `flash-ladder run {stage.number}` shows "
+            "what this machine can do"
         )
     if not need_cuda and kind != "cpu":
         raise ValueError(f"the model takes CPU tensors; q, k and v are on {devices['q']!r}")
+
+
+def _simulated_gradients(stage: Stage, named: dict) -> str:
+    """How a model computes the gradients that an input asks for, as a clause; empty for none."""
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in named.values()):
+        return ""
+    part = stage.backward(named["q"].shape[3])
+    return (
+        f', load({stage.number}).part("{part.name}").simulate(q, k, v, dout) that of its gradients'
+    )
+
+
+def check_model_options(machine, max_ctas) -> None:
+    """Raise TypeError or ValueError unless these are a machine and a limit that `simulate` takes.
+
+    machine: a `common.model.Machine`; max_ctas: an int of at least 1; or None.
+    """
+    from .model import MACHINES, Machine
+
+    if machine is not None and not isinstance(machine, Machine):
+        raise TypeError(
+            f"machine must be a common.model.Machine ({', '.join(MACHINES)}) or None; got "
+            f"{machine!r:.60}"
+        )
+    if max_ctas is None:
+        return
+    if isinstance(max_ctas, bool) or not isinstance(max_ctas, int):
+        raise TypeError(f"max_ctas must be an int or None; got {max_ctas!r:.60}")
+    if max_ctas < 1:
+        raise ValueError(f"max_ctas must be at least 1, or None for all CTAs; got {max_ctas}")
 
 
 def _checked_scale(softmax_scale, head_dim: int) -> float:

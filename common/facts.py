@@ -54,7 +54,10 @@ def _inits(facts: PtxFacts) -> str:
 _FROM_PTX: dict[str, tuple[str, Callable[[PtxFacts], object]]] = {
     "target": ("architecture the PTX is for, as sm_100a", lambda f: f.target),
     "threads": ("threads per CTA (reqntid or maxntid; 0 if not fixed)", lambda f: f.threads or 0),
-    "cluster_ctas": ("CTAs per cluster fixed in the code (1 if none)", lambda f: f.cluster),
+    "cluster_ctas": (
+        "CTAs per cluster (0 if the code leaves it to the launch)",
+        lambda f: f.cluster or 0,
+    ),
     "max_registers": (".maxnreg, 0 if absent", lambda f: f.max_registers or 0),
     "min_ctas_per_sm": (".minnctapersm, 0 if absent", lambda f: f.min_ctas_per_sm or 0),
     "static_smem_bytes": ("static shared memory, bytes", lambda f: f.static_shared_bytes),

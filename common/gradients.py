@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .envelope import ALIGN_BYTES, TILE_ROWS, Problem, check
+from .envelope import ALIGN_BYTES, TILE_ROWS, Problem, check, check_model_options
 from .launch import current_execution, execution, forward, kernel_for, mask_arguments, start
 from .masks import Mask
 from .model.sequences import OPEN, Sequences
@@ -220,6 +220,7 @@ def simulate(part: Part, given: dict, softmax_scale, machine, max_ctas, mask: di
 
     if part.model is None:
         raise ValueError(f"part {part.tag} has no model")
+    check_model_options(machine, max_ctas)
     q, k, v = (given[name] for name in "qkv")
     with torch.no_grad():  # inputs of a backward may require grad: nothing is recorded
         problem = check(part, q, k, v, softmax_scale, need_cuda=False, **mask)

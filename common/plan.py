@@ -10,6 +10,7 @@ twice, the pages render the same tables, and the compiled code is compared with 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 THREADS_PER_WARP = 32
 WARPS_PER_WARPGROUP = 4
@@ -153,7 +154,7 @@ class Plan:
         offsets = self.smem_offsets
         return max((offsets[row.name] + row.total_bytes for row in self.smem), default=0)
 
-    @property
+    @cached_property
     def smem_offsets(self) -> dict[str, int]:
         """First byte of each buffer; one that aliases an earlier buffer starts where that does."""
         end, placed = 0, {}
@@ -163,7 +164,7 @@ class Plan:
             end = max(end, placed[buffer.name] + buffer.total_bytes)
         return placed
 
-    @property
+    @cached_property
     def mbarrier_offsets(self) -> dict[str, int]:
         """First byte of each mbarrier (of a ring "name[slot]") in the buffer that holds them.
 

@@ -18,7 +18,7 @@ class PtxFacts:
     """What one PTX kernel contains; all counts are static.
 
     Launch: ``entry``, ``target`` (as ``sm_100a``), ``version``, ``threads`` per CTA (None if
-    neither reqntid nor maxntid fixes it), ``cluster`` CTAs (1 if not fixed), ``max_registers``,
+    neither reqntid nor maxntid fixes it), ``cluster`` CTAs (None if not fixed), ``max_registers``,
     ``min_ctas_per_sm``. Memory in bytes: ``static_shared_bytes``, ``local_bytes`` (a ``.local``
     array, such as a spilled or indexed one), ``local_accesses`` (ld.local and st.local).
 
@@ -42,7 +42,7 @@ class PtxFacts:
     target: str
     version: str
     threads: int | None
-    cluster: int
+    cluster: int | None
     max_registers: int | None
     min_ctas_per_sm: int | None
     static_shared_bytes: int
@@ -141,7 +141,7 @@ class _Counter:
             target=self._module("target"),
             version=self._module("version"),
             threads=self._extent("reqntid") or self._extent("maxntid"),
-            cluster=self._extent("reqnctapercluster") or 1,
+            cluster=self._extent("reqnctapercluster"),
             max_registers=directive("maxnreg"),
             min_ctas_per_sm=directive("minnctapersm"),
             static_shared_bytes=sum(map(_array_bytes, shared)),

@@ -101,9 +101,10 @@ class Part(KernelSource):
 
         Args: q, dout (b, sq, h, d), k and v (b, sk, h, d), CPU tensors of one 16-bit dtype; out
         (b, sq, h, d) and lse (b, h, sq) float32 of the forward, from the float64 oracle, rounded,
-        when not given; dlse (b, h, sq), the gradient of lse, 0 when None; mask and the rest as in
-        `Stage.simulate`. Returns what the part's `model.run` does: dq, dk, dv, notes, findings,
-        cta_cycles. Raises TypeError or ValueError for what the part does not take.
+        when not given; dlse (b, h, sq), the gradient of lse, 0 when None; mask and the rest as
+        in `Stage.simulate`, but max_ctas counts pairs where CTAs work in pairs. Returns what the
+        part's `model.run` does: dq, dk, dv, notes, findings, cta_cycles. Raises TypeError or
+        ValueError for what the part does not take.
         """
         from .gradients import simulate
 
@@ -221,9 +222,10 @@ class Stage(KernelSource):
         """
         import torch
 
-        from .envelope import check
+        from .envelope import check, check_model_options
         from .model import B200
 
+        check_model_options(machine, max_ctas)
         problem = check(self, q, k, v, softmax_scale, need_cuda=False, **mask)
         given = problem.softmax_scale, machine or B200, max_ctas
         with torch.no_grad():

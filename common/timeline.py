@@ -118,6 +118,28 @@ def utilisation(run: Run) -> dict[str, float]:
     return {engine: share for engine, share in run.busy().items() if engine in used}
 
 
+def port(run: Run) -> dict[str, tuple[float, float]]:
+    """Cycles of the first CTA's port of shared memory by purpose: (of each tile, once beside).
+
+    Of a tile is what names one, shared evenly among all; what does not comes before or after.
+    """
+    spans = [span for span in run.trace if span.engine == "smem" and span.rank == 0]
+    tiles = len({span.tile for span in run.trace if span.tile >= 0}) or 1
+    cycles: dict[str, list[float]] = {}
+    for span in spans:
+        found = cycles.setdefault(_purpose(span), [0.0, 0.0])
+        found[span.tile < 0] += (span.end - span.start) / (1 if span.tile < 0 else tiles)
+    return {name: (each, once) for name, (each, once) in cycles.items()}
+
+
+def _purpose(span: Span) -> str:
+    """What a span of the port is for, without numbers of tiles and slots."""
+    role, op = span.role.partition("@")[0].rstrip("0123456789"), span.op.partition("[")[0]
+    if role == "MMA":
+        return "MMA operands"
+    return "TMA loads" if op.startswith("load ") else f"{role} {op}"
+
+
 def tmem_log(run: Run) -> tuple[Touch, ...]:
     """What touched tensor memory in the first CTA; empty for a run without it."""
     return tuple(getattr(run, "tmem_log", ()))

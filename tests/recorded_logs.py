@@ -16,16 +16,18 @@ from flash_ladder import load
 from flash_ladder.common import contract, device_mutation, mutation
 from flash_ladder.common.compile import compile_stage
 from flash_ladder.common.conformance import conform
-from flash_ladder.common.grid import Place
+from flash_ladder.common.grid import Place, cluster_size, grid
 from flash_ladder.common.hopper.engine import LOG_UNIT
 from flash_ladder.common.hopper.log import NO_WORD, OTHERS, SHARED, UNITS, Event, Kind, Log, decode
 from flash_ladder.common.hopper.steps import steps
-from flash_ladder.common.plan import THREADS_PER_WARP
+from flash_ladder.common.inputs import Problem
+from flash_ladder.common.plan import THREADS_PER_WARP, Plan
+from flash_ladder.common.stage import KernelSource
 
 FOLDER = pathlib.Path(__file__).with_name("data") / "logs"
 INDEX = json.loads((FOLDER / "index.json").read_text(encoding="utf-8"))["logs"]
 NAMES = sorted(INDEX)
-STAGES = sorted({row["stage"] for row in INDEX.values()})
+HEAD_DIM = 128  # of the logs that reach every statement of a kernel
 SMEM = 1024  # first byte of dynamic shared memory in made-up logs, as in real ones
 ALL = 0xFFFFFFFF  # lanes
 
@@ -33,9 +35,20 @@ ALL = 0xFFFFFFFF  # lanes
 # ---- recorded ------------------------------------------------------------------------------
 
 
-def names_of(stage: int) -> list[str]:
-    """The recorded logs of a stage."""
-    return [name for name in NAMES if INDEX[name]["stage"] == stage]
+def source_of(name: str) -> KernelSource:
+    """The stage or part whose kernel wrote a log."""
+    return load(INDEX[name]["stage"]).part(INDEX[name]["part"])
+
+
+KERNELS = {source_of(name).tag: source_of(name) for name in NAMES}  # "06", "07/backward_1cta"
+CODES = [tag for tag in KERNELS if tag != "07"]  # without twice the same: its forward is that of 06
+
+
+def names_of(tag: str) -> list[str]:
+    """The recorded logs of a kernel at HEAD_DIM, the small one first."""
+    mine = [name for name in NAMES if source_of(name).tag == tag]
+    mine = [name for name in mine if INDEX[name]["head_dim"] == HEAD_DIM]
+    return sorted(mine, key=lambda name: len(log_of(name).events))
 
 
 @functools.lru_cache
@@ -50,49 +63,46 @@ def log_of(name: str) -> Log:
     return decode(data_of(name))
 
 
-def plan_of(name: str):
+def plan_of(name: str) -> Plan:
     """The plan of the kernel that wrote it."""
-    return load(INDEX[name]["stage"]).config.plan(INDEX[name]["head_dim"])
+    return source_of(name).config.plan(INDEX[name]["head_dim"])
+
+
+@functools.lru_cache
+def problem_of(name: str) -> Problem:
+    """The problem that was executed."""
+    row = INDEX[name]
+    sizes = (row[key] for key in ("head_dim", "seqlen_q", "seqlen_k", "batch", "heads"))
+    return contract.Case(row["generator"], row["dtype"], *sizes).problem("cpu")
 
 
 def place_of(name: str) -> Place:
-    """The place of the CTA that wrote it."""
-    config = load(INDEX[name]["stage"]).config
-    return Place(*INDEX[name]["place"], config.Q_TILES * config.TILE_M)
+    """The place of the CTA, or pair, that wrote it."""
+    return grid(source_of(name), problem_of(name)).place(cta_of(name))
 
 
 def cta_of(name: str) -> int:
-    """Index of that CTA in its grid."""
-    row, (m_block, head, batch) = INDEX[name], INDEX[name]["place"]
-    config = load(row["stage"]).config
-    blocks = -(-row["seqlen_q"] // (config.Q_TILES * config.TILE_M))
-    return m_block + blocks * (head + row["heads"] * batch)
+    """Index of that CTA, or of the first of the pair, in its grid."""
+    block, head, batch = INDEX[name]["place"]
+    shape = grid(source_of(name), problem_of(name))
+    return shape.cluster * (block + shape.blocks * (head + shape.heads * batch))
 
 
 @functools.lru_cache
 def notes_of(name: str):
-    """What the model's roles did as that CTA."""
-    row = INDEX[name]
-    sizes = (row[key] for key in ("head_dim", "seqlen_q", "seqlen_k", "batch", "heads"))
-    problem = contract.Case(row["generator"], row["dtype"], *sizes).problem("cpu")
-    run = load(row["stage"]).simulate(
-        problem.q,
-        problem.k,
-        problem.v,
-        softmax_scale=problem.softmax_scale,
-        max_ctas=cta_of(name) + 1,
-    )
-    return run.notes[cta_of(name)]
+    """What the model's roles did as that CTA, or pair."""
+    source = source_of(name)
+    cluster = cta_of(name) // cluster_size(source)
+    return source.simulate_problem(problem_of(name), max_ctas=cluster + 1).notes[cluster]
 
 
-def ptx_of(stage: int) -> str:
+def ptx_of(tag: str, head_dim: int = HEAD_DIM) -> str:
     """Today's PTX of the kernel that the logs are of; skips where nothing can be compiled."""
     reason = contract.compile_skip_reason()
     if reason:
         pytest.skip(reason)
-    row = INDEX[names_of(stage)[0]]
-    kernel = {"dtype": row["dtype"], "head_dim": row["head_dim"]}
-    return compile_stage(load(stage), arch="sm_100a", **kernel).ptx
+    kernel = {"dtype": INDEX[names_of(tag)[0]]["dtype"], "head_dim": head_dim}
+    return compile_stage(KERNELS[tag], arch="sm_100a", **kernel).ptx
 
 
 def without_line(log: Log, line: int) -> Log:
@@ -100,15 +110,16 @@ def without_line(log: Log, line: int) -> Log:
     return replace(log, events=tuple(event for event in log.events if event.line != line))
 
 
-def named_sites(stage: int) -> list[device_mutation.Site]:
+@functools.lru_cache
+def named_sites(tag: str) -> list[device_mutation.Site]:
     """What `device_mutation.named_sites` finds, from the recorded logs instead of a GPU's."""
-    model = mutation.sites_of(mutation.stage_subject(load(stage)))
+    model = mutation.sites_of(mutation.stage_subject(KERNELS[tag], HEAD_DIM))
     reached: dict[int, dict[str, None]] = {}
     twins: dict[int, set] = {}
-    for name in names_of(stage):
+    for name in names_of(tag):
         log, plan = log_of(name), plan_of(name)
         for step in steps(log, plan):
-            if step.verb != "bar.wait":
+            if step.verb not in ("bar.wait", "cluster.wait"):
                 reached.setdefault(step.line, {})[device_mutation.site_name(step)] = None
         for line, places in conform(log, notes_of(name), plan, place_of(name)).lines.items():
             twins.setdefault(line, set()).update(places)
@@ -120,7 +131,7 @@ def named_sites(stage: int) -> list[device_mutation.Site]:
                 row for row in model if device_mutation._is_twin(row, twins.get(site.line, ()))
             ),
         )
-        for site in device_mutation.sites(ptx_of(stage))
+        for site in device_mutation.sites(ptx_of(tag))
     ]
 
 

@@ -246,6 +246,16 @@ def test_model_prints_engines_cycles_and_a_derived_time(ladder):
     assert max(map(len, out.splitlines())) <= 80 and "…" not in out
 
 
+def test_model_says_who_uses_the_port_of_shared_memory(ladder):
+    pair = ("model", "7", "--part", "backward_2cta", "--seqlen", "512", "--heads", "1")
+    code, out, _ = ladder(*pair)
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert code == 0 and "MMA operands 1,536 0" in rows
+    assert any(row.startswith("RELAY copy sdX 256 ") for row in rows)
+    found = json.loads(ladder(*pair, "--json")[1])["derived"]["smem_port"]
+    assert found["TMA loads"] == pytest.approx({"cycles_per_tile": 520, "cycles_once": 768})
+
+
 def test_model_gives_json(ladder):
     code, out, _ = ladder("model", "1", *SHORT, "--json", "--set", "mufu=32", "--set", "sms=1")
     found = json.loads(out)

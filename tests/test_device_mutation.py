@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flash_ladder import load
-from flash_ladder.common import cli, contract, contract_gpu, device_mutation, evidence, mutation
+from flash_ladder.common import cli, contract_gpu, device_mutation, evidence, mutation
 from flash_ladder.common.device_mutation import (
     KINDS,
     Report,
@@ -30,12 +30,13 @@ from typer.testing import CliRunner
 
 from tests.recorded_logs import (
     INDEX,
-    STAGES,
+    KERNELS,
     event,
     log_of,
     made,
     names_of,
     plan_of,
+    problem_of,
     ptx_of,
     without_line,
 )
@@ -61,15 +62,15 @@ def _twin(role="MMA", verb="wait", barrier="s_full", function="mma", number=1):
 # ---- sites ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_wait_arrival_and_fence_of_a_stage_is_a_site(stage):
-    ptx = ptx_of(stage)
+@pytest.mark.parametrize("tag", KERNELS)
+def test_every_wait_arrival_and_fence_of_a_stage_is_a_site(tag):
+    ptx = ptx_of(tag)
     found, lines = sites(ptx), ptx.splitlines()
     assert [site.line for site in found] == sorted({site.line for site in found})
     for site in found:
         assert site.opcode in lines[site.line - 1] and not site.name and not site.twins
     wanted = ("mbarrier.try_wait", "mbarrier.arrive", "tcgen05.wait", "tcgen05.commit", "bar.sync")
-    wanted += ("tcgen05.fence", "fence.", "cp.async.bulk.wait_group")
+    wanted += ("tcgen05.fence", "fence.", "cp.async.bulk.wait_group", "barrier.cluster")
     counted = [sum(word in line.split("//")[0] for line in lines) for word in wanted]
     counted[wanted.index("fence.")] = sum(line.strip().startswith("fence.") for line in lines)
     assert [sum(site.opcode.startswith(word) for site in found) for word in wanted] == counted
@@ -80,8 +81,8 @@ def test_every_wait_arrival_and_fence_of_a_stage_is_a_site(stage):
 def test_a_statement_is_taken_out_of_the_text():
     ptx = "a\nb\nc\n"
     assert without(ptx, 2) == "a\n\nc\n" and without(ptx, 3) == "a\nb\n\n"
-    before = sites(ptx_of(4))
-    after = sites(without(ptx_of(4), before[3].line))
+    before = sites(ptx_of("04"))
+    after = sites(without(ptx_of("04"), before[3].line))
     assert after == [*before[:3], *before[4:]]
 
 
@@ -175,10 +176,10 @@ def test_what_only_compiled_code_has_has_its_own_reasons():
     assert explanation(stage, Site(5, WAIT, "MMA wait s_full", (_twin(),))) == "twin"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_reason_of_a_stage_is_used(stage):
-    compiled = getattr(load(stage).model, "REDUNDANT_COMPILED", {})
-    reasons = {explanation(load(stage), site) for site in recorded_sites(stage)}
+@pytest.mark.parametrize("tag", KERNELS)
+def test_every_reason_of_a_stage_is_used(tag):
+    compiled = getattr(KERNELS[tag].model, "REDUNDANT_COMPILED", {})
+    reasons = {explanation(KERNELS[tag], site) for site in recorded_sites(tag)}
     assert set(compiled.values()) <= reasons
 
 
@@ -186,7 +187,7 @@ def test_every_reason_of_a_stage_is_used(stage):
 
 
 def test_lint_judges_what_execution_cannot_see():
-    ptx = ptx_of(4)
+    ptx = ptx_of("04")
     line = next(site.line for site in sites(ptx) if site.opcode == LOADED)
     site = Site(line, LOADED, "CORRECTION fence wait.ld")
     found = device_mutation._verdict(_stage({}, {"*": "no need"}), site, Outcome(line, (), ""), ptx)
@@ -198,7 +199,7 @@ def test_lint_judges_what_execution_cannot_see():
 
 
 def test_what_nothing_notices_needs_a_reason():
-    ptx = ptx_of(4)
+    ptx = ptx_of("04")
     line = next(site.line for site in sites(ptx) if site.is_wait)
     site, nothing = Site(line, WAIT, "MMA wait o_staged0"), Outcome(line, (), "")
     verdict = lambda stage: device_mutation._verdict(stage, site, nothing, ptx)
@@ -219,7 +220,7 @@ def mutated(monkeypatch):
     """
 
     def run(compiled, *noticed):
-        ptx, stage = ptx_of(4), load(4)
+        ptx, stage = ptx_of("04"), load(4)
         waits = [site for site in sites(ptx) if site.is_wait]
         named = [
             Site(s.line, s.opcode, f"wait {at}") for at, (s, _) in enumerate(zip(waits, noticed))
@@ -259,27 +260,24 @@ def test_a_reason_that_explains_nothing_is_wrong(mutated):
 def executed(monkeypatch):
     """The smallest problem of a stage "executed": the recorded log, or another that is given."""
 
-    def prepare(stage: int, log=None):
-        name = f"{stage:02d}-least"
-        row = INDEX[name]
-        sizes = (row[key] for key in ("head_dim", "seqlen_q", "seqlen_k", "batch", "heads"))
-        problem = contract.Case("gaussian", row["dtype"], *sizes).problem("cpu")
+    def prepare(tag: str, log=None):
+        name = names_of(tag)[0]
         bench = types.SimpleNamespace(
             plan=plan_of(name),
-            problems={"least keys": problem},
+            problems={"least keys": problem_of(name)},
             run=lambda problem, log: (None, [given]),
         )
         given = log or log_of(name)
         monkeypatch.setattr(device_mutation, "Bench", lambda *_: bench)
-        monkeypatch.setattr(device_mutation, "logged_ptx", lambda *_: ptx_of(stage))
-        return load(stage)
+        monkeypatch.setattr(device_mutation, "logged_ptx", lambda *_: ptx_of(tag))
+        return KERNELS[tag]
 
     return prepare
 
 
 def test_sites_have_the_names_and_twins_of_what_reached_them(executed):
-    found = named_sites(executed(4), 128)
-    by_line = {site.line: site for site in recorded_sites(4)}
+    found = named_sites(executed("04"), 128)
+    by_line = {site.line: site for site in recorded_sites("04")}
     reached = {row.line for row in log_of("04-least").events}
     assert {site.line for site in found if site.name} == reached & set(by_line)
     assert all(not site.twins for site in found if not site.name)
@@ -296,16 +294,16 @@ def test_an_unsound_kernel_is_not_mutated(executed):
     log = log_of("04-least")
     wait = next(s.line for s in steps(log, plan_of("04-least")) if s.op == "wait s_full0")
     with pytest.raises(Unsound, match=r"least keys: .* and nothing makes sure that mma S0 "):
-        named_sites(executed(4, without_line(log, wait)), 128)
+        named_sites(executed("04", without_line(log, wait)), 128)
     made_known = FENCES.index("mbarrier_init")  # the model has no such fence
     events = [e for e in log.events if e.kind != Kind.FENCE or e.words[0] != made_known]
     with pytest.raises(Unsound, match=r"least keys: .* no fence\.mbarrier_init "):
-        named_sites(executed(4, replace(log, events=tuple(events))), 128)
+        named_sites(executed("04", replace(log, events=tuple(events))), 128)
     fence = next(row.line for row in log.events if row.kind == Kind.FENCE and not row.words[0])
     with pytest.raises(
         Unsound, match=r"least keys: \w+(\.\d)?: the kernel and the model part here"
     ):
-        named_sites(executed(4, without_line(log, fence)), 128)
+        named_sites(executed("04", without_line(log, fence)), 128)
 
 
 # ---- workers -------------------------------------------------------------------------------
@@ -451,8 +449,8 @@ def test_the_report_as_json(monkeypatch):
 def test_counts_go_to_the_evidence_of_the_kernel(monkeypatch, tmp_path):
     fine = Report("stage 04", ROWS[:5], 1.25)
     monkeypatch.setattr(device_mutation, "mutate", lambda *_: fine)
-    digest = ptx_hash(ptx_of(4))
-    assert digest == INDEX[names_of(4)[0]]["ptx_sha256"]
+    digest = ptx_hash(ptx_of("04"))
+    assert digest == INDEX[names_of("04")[0]]["ptx_sha256"]
     path = tmp_path / "evidence.json"
     code, _, complaint = _ladder("4", "--device", "--out", str(path))
     assert code != 0 and "no rewritten run of this kernel" in complaint and not path.exists()

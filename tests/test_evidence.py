@@ -19,6 +19,7 @@ from flash_ladder.common.evidence import (
     unlogged,
     validate,
 )
+from flash_ladder.common.grid import cluster_size
 from flash_ladder.common.ptx import ptx_hash
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -426,12 +427,29 @@ def test_a_rewritten_run_without_logs_is_stale(dsl, recorded):
     assert reason.endswith("its A1 edges are not those that the page lists")
 
 
-@pytest.mark.parametrize("number", [2, 3, 4, 5, 6])
-def test_the_page_of_the_log_shows_the_counts_of_the_evidence(number):
+REWRITTEN = {  # of each stage with tensor memory, the run of its sm_100a code
+    number: run
+    for number in range(2, 8)
+    for run in load(number).evidence["runs"]
+    if run["mode"] == "rewritten"
+}
+MUTATIONS = {  # by the tag of the kernel, as "07/backward_1cta"
+    row["kernel"].partition("-sm_")[0].replace("-", "/"): row
+    for run in REWRITTEN.values()
+    for row in run["mutation"]
+}
+
+
+def test_the_kernels_with_tensor_memory_were_mutated():
+    backwards = ["07/backward_1cta", "07/backward_2cta"]
+    assert sorted(MUTATIONS) == ["02", "03", "04", "05", "06", "07", *backwards]
+
+
+@pytest.mark.parametrize("tag", MUTATIONS)
+def test_the_page_of_the_log_shows_the_counts_of_the_evidence(tag):
     text = (ROOT / "docs" / "executed-log.md").read_text(encoding="utf-8")
-    (row,) = re.findall(rf"^\| {number:02d} \|(.+)\|$", text, re.M)
-    (run,) = [run for run in load(number).evidence["runs"] if run["mode"] == "rewritten"]
-    (counts,) = [mutation["counts"] for mutation in run["mutation"]]
+    (row,) = re.findall(rf"^\| {tag} \|(.+)\|$", text, re.M)
+    counts = MUTATIONS[tag]["counts"]
     unseen = counts["sites"] - counts["timing"] - counts["redundant"] - counts["unexplained"]
     shown = [counts[name] for name in ("sites", "timing", "log", "lint")]
     shown += [unseen, counts["redundant"], counts["unexplained"]]
@@ -450,13 +468,28 @@ FAMILIES = {
 def test_the_page_of_the_log_shows_what_is_left_out(family):
     text = (ROOT / "docs" / "executed-log.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| {re.escape(FAMILIES[family])} \|(.+)\|$", text, re.M)
-    runs = [run for number in (2, 3, 4, 5, 6) for run in load(number).evidence["runs"]]
-    counts = [row["by_family"][family] for run in runs for row in run.get("mutation", [])]
-    assert len(counts) == 5
+    counts = [row["by_family"][family] for row in MUTATIONS.values()]
     names = ("sites", "timing", "log", "lint", "redundant")
     assert [int(cell) for cell in row.split("|")] == [
         sum(row[name] for row in counts) for name in names
     ]
+
+
+def test_the_page_of_hopper_shows_what_ran():
+    text = (ROOT / "docs" / "hopper.md").read_text(encoding="utf-8")
+    ctas = {1: 0, 2: 0}  # in clusters of so many, which have one log
+    for number, run in REWRITTEN.items():
+        for kernel in (row for row in run["kernels"] if "log" in row):
+            size = cluster_size(load(number).part(kernel.get("part", "")))
+            ctas[size] += size * kernel["log"]["ctas"]
+    assert (
+        f"with the log: {ctas[1] + ctas[2]} CTAs" in text and f"{ctas[2]} of them in pairs" in text
+    )
+    sites = sum(row["counts"]["sites"] for row in MUTATIONS.values())
+    assert f"| {sites} sites, none unexplained (M) |" in text
+    passed = {number: run["tests"]["passed"] for number, run in REWRITTEN.items()}
+    assert passed == {**dict.fromkeys(range(2, 7), 60), 7: 144}
+    assert "| 60 passed each, " in text and "| 144 passed (M) |" in text
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,9 @@ def test_launch_and_memory():
     assert found.static_shared_bytes == 4 * 8 + 2 * 8 * 8
     assert (found.local_bytes, found.local_accesses) == (48, 2)
     other = facts_of("", ".maxntid 64")
-    assert (other.threads, other.cluster, other.max_registers) == (64, 1, None)
+    assert (other.threads, other.cluster, other.max_registers) == (64, None, None)
     assert facts_of("", "").threads is None
+    assert (flat(found)["cluster_ctas"], flat(other)["cluster_ctas"]) == (2, 0)
 
 
 def test_mbarriers_and_named_barriers():

@@ -3,12 +3,13 @@
 
 import functools
 import pathlib
+import re
 from typing import NamedTuple
 
 import pytest
 import torch
 from flash_ladder import load
-from flash_ladder.common import derived, gradients, inputs, plan, reference
+from flash_ladder.common import derived, gradients, inputs, plan, reference, timeline
 from flash_ladder.common.model import B200, Deadlock, Run, observe
 from flash_ladder.common.ordering import Ordering
 
@@ -261,3 +262,28 @@ def test_the_page_of_the_backward_shows_the_models_cycles():
     shown = [round(_step(*row)) for row in (("backward_2cta", 128), ("backward_1cta", 128))]
     assert f"| cycles | {shown[0]} | | {shown[1]} | | {_step('backward_1cta', 64):.0f} |" in page
     assert f"{_step('backward_2cta', 64):.0f} cycles" in page
+
+
+def test_the_page_of_the_backward_shows_who_uses_the_port():
+    """COMPUTE reads LSE for P, and D for dS, which it writes, in a pair in a step of its own."""
+    page = (load(7).folder / "README.md").read_text(encoding="utf-8")
+    row = lambda name: [
+        int(cell)
+        for cell in re.search(rf"^\| {name} \|(.*)\|$", page, re.M)[1].split("|")
+        if cell.strip().isdigit()
+    ]
+    kernels = (("backward_2cta", 128), ("backward_1cta", 128), ("backward_1cta", 64))
+    for column, kernel in enumerate(kernels):
+        each = {
+            name: cycles for name, (cycles, _) in timeline.port(_backward(*kernel, 16)[1]).items()
+        }
+        shown = lambda name, column=column: row(name)[column]
+        used = lambda *names, each=each: sum(each.pop(name, 0.0) for name in names)
+        assert used("MMA operands") == pytest.approx(shown("MMA operands"))
+        assert used("TMA loads") == pytest.approx(shown("TMA fills of Q, dO, LSE, D"))
+        assert used("RELAY copy sdX") == pytest.approx(shown("dS to the peer"))
+        dq = used("REDUCE stage dQ", "REDUCE reduce sdQ")
+        assert dq == pytest.approx(shown("dQ written and read"))
+        compute = used("COMPUTE P", "COMPUTE dS", "COMPUTE stage dS")
+        by_threads = shown("dS written") + shown("LSE and D read by every warp")
+        assert compute == pytest.approx(by_threads) and not any(each.values())
