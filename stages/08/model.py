@@ -180,10 +180,11 @@ def unmasked_queries(first_key: int, keys: int, sequence: Sequence, window, m_mi
 def unseen(first_key: int, first_query: int, shape, sequence: Sequence, window) -> torch.Tensor:
     """Which queries, columns of `shape`, do not see which keys, its rows."""
     keys = range(first_key, first_key + shape[0])
-    first, last = torch.tensor([visible_queries(key, sequence, window) for key in keys]).T[..., None]
+    bounds = [visible_queries(key, sequence, window) for key in keys]
+    first, last = torch.tensor(bounds).T[:, :, None]
     queries = torch.arange(first_query, first_query + shape[1])
-    there = torch.tensor(keys)[:, None] < sequence.len_k
-    return (queries < first) | (queries > last) | ~there
+    behind = torch.tensor(keys)[:, None] >= sequence.len_k
+    return (queries < first) | (queries > last) | behind
 
 
 def hide(role: Role, cta: Cta, s: torch.Tensor, tile: int, n_block: int):
