@@ -8,6 +8,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from ...common import arith
 from ...common.tcgen05 import fence_after, fence_before, tmem_copy
+from ..lengths import sequence
 from ..mask import hide, unmasked_queries, visible_queries
 from . import config
 from .epilogue import epilogue
@@ -114,8 +115,9 @@ def stage(rdS: cute.Tensor, sdS: cute.Tensor):
 def step(turn, number, smem, tmem, bars, scale_log2: Float32, rank, queries, masked, tidx: Int32):
     """Turn S into P and dP into dS for half of the queries of a tile. Runs: as compute.
 
-    Args: turn, how many tiles were before; queries, (first, last) of the tile that see this
-    thread's key; masked, whether some see not all of the CTA's keys, static.
+    Args: turn, how many tiles were before; queries, (first, last) that see this thread's key,
+    counted from the first tile; masked, whether some of this tile do not see all of the CTA's keys,
+    static.
     """
     half, block = number ^ rank, 2 if number == 1 else rank
     tS, tP, tdP, tdS = tmem["half"](half)
@@ -124,7 +126,8 @@ def step(turn, number, smem, tmem, bars, scale_log2: Float32, rank, queries, mas
     slot, parity = turn % config.STATS_STAGES, turn // config.STATS_STAGES % 2
     sLSE = cute.local_tile(smem["sStats"][0, None, slot], (config.HALF,), (half,))
     sD = cute.local_tile(smem["sStats"][1, None, slot], (config.HALF,), (half,))
-    columns = tuple(query - half * config.HALF for query in queries)
+    before = turn * config.TILE + half * config.HALF
+    columns = (queries[0] - before, queries[1] - before)
     cute.arch.mbarrier_wait(bars.stats_full.data_ptr() + slot, parity)  # LOAD and TMA arrive
     cute.arch.mbarrier_wait(bars.s_full.data_ptr(), turn % 2)  # MMA's commit arrives
     fence_after()
@@ -144,7 +147,7 @@ def step(turn, number, smem, tmem, bars, scale_log2: Float32, rank, queries, mas
 
 
 @cute.jit
-def compute(number, smem, tmem, bars, outputs, scales, place, tiles, window, tidx: Int32):
+def compute(number, smem, tmem, bars, outputs, scales, place, given, tiles, window, tidx: Int32):
     """Turn S into P and dP into dS for half of each tile's queries; then write half of dV and dK.
 
     Runs: the 128 threads of COMPUTE0 or COMPUTE1 (number 0 or 1), converged; thread = lane = key.
@@ -154,16 +157,17 @@ def compute(number, smem, tmem, bars, outputs, scales, place, tiles, window, tid
     and writes dS to sdS; COMPUTE1 has the peer's, and writes to sdX, the third block. Waits:
     stats_full, s_full, dp_full, dq_full. Arrives: s_read, p_full, ds_full, dx_staged.
     """
-    where, rank, rows = place
+    where, rank = place
+    rows = sequence(given[0], where[2], given[1], given[2])
     lengths, (m_min, m_max) = (rows[1], rows[3]), tiles
     first_key = (where[0] * config.CTAS + rank) * config.TILE
     m_low, m_high = unmasked_queries(first_key, config.TILE, lengths, window, m_min, m_max)
     first, last = visible_queries(first_key + tidx, lengths, window)
     last = last if first_key + tidx < rows[3] else Int32(-1)  # no one sees a key that is not there
-    for start, stop, masked in ((m_min, m_low, True), (m_low, m_high, False), (m_high, m_max, True)):
-        for m_tile in cutlass.range(start, stop, unroll=1):
-            of_tile = m_tile * config.TILE
-            queries = (first - of_tile, last - of_tile)
-            turn = m_tile - m_min
+    before = m_min * config.TILE
+    queries = (first - before, last - before)
+    low, high, m_tiles = m_low - m_min, m_high - m_min, m_max - m_min
+    for start, stop, masked in ((Int32(0), low, True), (low, high, False), (high, m_tiles, True)):
+        for turn in cutlass.range(start, stop, unroll=1):
             step(turn, number, smem, tmem, bars, scales[0], rank, queries, masked, tidx)
-    epilogue(number ^ rank, smem, tmem, bars, outputs, scales[1], place, tidx)
+    epilogue(number ^ rank, smem, tmem, bars, outputs, scales[1], place, given, tidx)

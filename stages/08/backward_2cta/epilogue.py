@@ -7,7 +7,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ...common.tcgen05 import fence_after, fence_before, tmem_copy
-from ..lengths import rows_of
+from ..lengths import rows_of, sequence
 from . import config
 
 
@@ -36,15 +36,15 @@ def stage_block(tD: cute.Tensor, first, scale: Float32, sD: cute.Tensor, tidx: I
 
 
 @cute.jit
-def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, place, tidx: Int32):
+def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, place, rows, tidx: Int32):
     """Stage this warpgroup's block of dV or dK and write it to global memory by TMA.
 
     Runs: both warpgroups; the first warp of each issues. Args: sD (TILE, HALF, 2) shared; output,
-    (the TMA atom, its tensor, a `ragged` one); place, (where, rank, rows). The block is half of the
+    (the TMA atom, its tensor, a `ragged` one); place, (where, rank); rows, see `sequence`. The block is half of the
     columns. Rows beyond the sequence are not written.
     """
     store, mD = output
-    (n_block, head, batch), rank, rows = place
+    (n_block, head, batch), rank = place
     stage_block(tD, half * (config.HALF // config.CHUNK), scale, sD[None, None, half], tidx)
     cute.arch.fence_proxy("async.shared", space="cta")  # sD: written by threads, read by TMA
     fence_before()
@@ -61,18 +61,19 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, place, tidx: 
 
 
 @cute.jit
-def epilogue(half, smem, tmem, bars, outputs, softmax_scale: Float32, place, tidx: Int32):
+def epilogue(half, smem, tmem, bars, outputs, softmax_scale: Float32, place, given, tidx: Int32):
     """Write dV as soon as it is complete, then dK.
 
     Runs: COMPUTE0 or COMPUTE1, converged. Args: smem, tmem by name; outputs, (dV's, dK's) as in
     store_block. Waits: dv_full, dk_full.
     """
     cute.arch.mbarrier_wait(bars.dv_full.data_ptr(), 0)  # MMA's commit arrives
+    rows = sequence(given[0], place[0][2], given[1], given[2])  # anew: no registers in the loop
     fence_after()
     one, (dv, dk) = Float32(1.0), outputs
-    store_block(half, tmem["dV"], one, smem["sdV"], dv, place, tidx)
+    store_block(half, tmem["dV"], one, smem["sdV"], dv, place, rows, tidx)
     cute.arch.mbarrier_wait(bars.dk_full.data_ptr(), 0)  # MMA's commit arrives
     fence_after()
-    store_block(half, tmem["dK"], softmax_scale, smem["sdK"], dk, place, tidx)
+    store_block(half, tmem["dK"], softmax_scale, smem["sdK"], dk, place, rows, tidx)
     if cute.arch.make_warp_uniform(tidx // 32) == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)

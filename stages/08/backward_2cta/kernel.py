@@ -193,10 +193,11 @@ def backward_kernel(
     where = (pair % pairs, pair // pairs % heads, pair // pairs // heads)
     rows = sequence(lengths, where[2], sizes[2], sizes[3])
     unit = config.CTAS * config.TILE
+    given = (lengths, sizes[2], sizes[3])
     tiles = visited_queries(where[0] * unit, unit, (rows[1], rows[3]), window)
-    if tiles[0] < tiles[1]:  # for both CTAs alike
+    if tiles[0] < tiles[1]:
         by_role(
-            atoms, tensors, layouts, scales, where, rank, rows, tiles, window, head_dim, dtype
+            atoms, tensors, layouts, scales, where, rank, rows, given, tiles, window, head_dim, dtype
         )
 
 
@@ -209,6 +210,7 @@ def by_role(
     where,
     rank,
     rows,
+    given,
     tiles,
     window,
     head_dim: cutlass.Constexpr,
@@ -246,8 +248,7 @@ def by_role(
         cute.arch.setmaxregister_increase(config.REGISTERS["compute"])
         number, lane = (warp - config.COMPUTE0.start) // 4, tidx % 128
         outputs = [(atoms[name], tensors[name]) for name in ("dV", "dK")]
-        place = (where, rank, rows)
-        compute(number, smem, tmem, bars, outputs, scales, place, tiles, window, lane)
+        compute(number, smem, tmem, bars, outputs, scales, (where, rank), given, tiles, window, lane)
     else:
         cute.arch.setmaxregister_decrease(config.REGISTERS["reduce"])
         place = (where, rank, rows)
