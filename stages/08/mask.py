@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which key tiles a query tile visits, which of them need a mask, and the mask.
+"""Which key tiles a query tile visits, which of them need a mask, and the mask; for the backward
+pass, which query tiles a key tile visits.
 
 Query i of len_q stands at key position i + len_k - len_q: the last query at the last key. It sees
 the keys from position - left to position + right, where they exist.
@@ -9,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+TILE_M = 128  # queries of a tile
 TILE_N = 128  # keys of a tile
 
 
@@ -50,6 +52,50 @@ def unmasked_tiles(first_row: Int32, rows: Int32, lengths, window, n_min: Int32,
     n_high = cutlass.max(cutlass.min(stop // TILE_N, n_max), n_min)
     n_low = cutlass.max(cute.ceil_div(cutlass.max(first_key, 0), TILE_N), n_min)
     return cutlass.min(n_low, n_high), n_high
+
+
+@cute.jit
+def visible_queries(key: Int32, lengths, window):
+    """(first, last) query that sees a key, before the ends of the sequence. Runs: any thread.
+
+    Args: as visible_keys.
+    """
+    position = key + lengths[0] - lengths[1]
+    return position - window[1], position + window[0]
+
+
+@cute.jit
+def visited_queries(first_key: Int32, keys: Int32, lengths, window):
+    """(m_min, m_max): the query tiles that see some key of `keys` keys from `first_key` on.
+
+    Runs: any thread. m_min = m_max where there are none.
+    """
+    last_key = cutlass.min(first_key + keys, lengths[1]) - 1
+    first_query, _ = visible_queries(first_key, lengths, window)
+    _, last_query = visible_queries(last_key, lengths, window)
+    start, stop = cutlass.max(first_query, 0), cutlass.min(last_query + 1, lengths[0])
+    m_min, m_max = start // TILE_M, cute.ceil_div(cutlass.max(stop, 0), TILE_M)
+    if last_key < first_key or start >= stop:
+        m_max = m_min
+    return m_min, m_max
+
+
+@cute.jit
+def unmasked_queries(first_key: Int32, keys: Int32, lengths, window, m_min: Int32, m_max: Int32):
+    """(m_low, m_high): those of the tiles m_min to m_max whose queries all see every key.
+
+    Runs: any thread. m_low = m_high where there are none, as with keys beyond the sequence. Queries
+    beyond it do not count: their LSE is +inf, so that P is 0.
+    """
+    first_query, _ = visible_queries(first_key + keys - 1, lengths, window)
+    _, last_query = visible_queries(first_key, lengths, window)
+    m_high = cutlass.max(cutlass.min(cutlass.max(last_query + 1, 0) // TILE_M, m_max), m_min)
+    if last_query >= lengths[0] - 1:
+        m_high = m_max
+    m_low = cutlass.max(cute.ceil_div(cutlass.max(first_query, 0), TILE_M), m_min)
+    if first_key + keys > lengths[1]:
+        m_low = m_high
+    return cutlass.min(m_low, m_high), m_high
 
 
 @cute.jit

@@ -26,7 +26,7 @@ from ..common.plan import THREADS_PER_WARP
 from . import config
 
 LN2 = math.log(2.0)
-TILE_N = 128  # keys of a tile
+TILE_M, TILE_N = 128, 128  # queries and keys of a tile
 
 # Issue slots of a warp per score of its rows: 4.19 in the compiled loop at head dim 128.
 SLOTS_MAX = 0.5  # a 3-input max takes two scores
@@ -149,6 +149,42 @@ def unmasked_tiles(first_row: int, rows: int, sequence: Sequence, window, n_min:
     stop = min(visible_keys(first_row, sequence, window)[1] + 1, sequence.len_k)
     n_high = max(min(max(stop, 0) // TILE_N, n_max), n_min)
     return min(max(math.ceil(max(first_key, 0) / TILE_N), n_min), n_high), n_high
+
+
+def visible_queries(key: int, sequence: Sequence, window: tuple[int, int]) -> tuple[int, int]:
+    """(first, last) query that sees a key, before the ends of the sequence."""
+    position = key + sequence.len_q - sequence.len_k
+    return position - window[1], position + window[0]
+
+
+def visited_queries(first_key: int, keys: int, sequence: Sequence, window) -> tuple[int, int]:
+    """(m_min, m_max): query tiles that see some key of `keys` from `first_key` on."""
+    last_key = min(first_key + keys, sequence.len_k) - 1
+    start = max(visible_queries(first_key, sequence, window)[0], 0)
+    stop = min(visible_queries(last_key, sequence, window)[1] + 1, sequence.len_q)
+    if last_key < first_key or start >= stop:
+        return 0, 0
+    return start // TILE_M, math.ceil(stop / TILE_M)
+
+
+def unmasked_queries(first_key: int, keys: int, sequence: Sequence, window, m_min: int, m_max: int):
+    """(m_low, m_high): those of the tiles m_min to m_max whose queries all see every key."""
+    first_query = visible_queries(first_key + keys - 1, sequence, window)[0]
+    stop = max(visible_queries(first_key, sequence, window)[1] + 1, 0)
+    m_high = m_max if stop >= sequence.len_q else max(min(stop // TILE_M, m_max), m_min)
+    if first_key + keys > sequence.len_k:
+        return m_high, m_high
+    return min(max(math.ceil(max(first_query, 0) / TILE_M), m_min), m_high), m_high
+
+
+def unseen(first_key: int, first_query: int, shape, sequence: Sequence, window) -> torch.Tensor:
+    """Which queries, columns of `shape`, do not see which keys, its rows."""
+    keys = range(first_key, first_key + shape[0])
+    bounds = [visible_queries(key, sequence, window) for key in keys]
+    first, last = torch.tensor(bounds).T[:, :, None]
+    queries = torch.arange(first_query, first_query + shape[1])
+    behind = torch.tensor(keys)[:, None] >= sequence.len_k
+    return (queries < first) | (queries > last) | behind
 
 
 def hide(role: Role, cta: Cta, s: torch.Tensor, tile: int, n_block: int):

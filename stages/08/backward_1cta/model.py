@@ -9,18 +9,29 @@ import math
 
 import torch
 
-from ...common.model import Global, GradientRun, Machine, Role, Sm, gradient_run
+from ...common.model import (
+    OPEN,
+    Global,
+    GradientRun,
+    Machine,
+    Role,
+    Sequences,
+    Sm,
+    gradient_run,
+)
 from ...common.plan import THREADS_PER_WARP
+from ..model import unmasked_queries, unseen, visited_queries
 from . import config
 
 # Issue slots of a warp per element of its rows.
 SLOTS_P = 2.3  # FMA packed by two, exp2, conversion of two, loads of LSE by four
 SLOTS_DS = 2.6  # subtraction and product packed by two, conversion, loads of D, stores by eight
 SLOTS_DQ = 0.3  # a store of four
+SLOTS_MASK = 3  # 2 comparisons, a selection
 REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "* fence_before in begin": "only alloc came before, which is synchronous",
     "* fence_after in begin": "start orders alloc alone, which is synchronous",
-    "COMPUTE? wait q_full in compute": "S full follows the q_full that MMA waited for",
+    "COMPUTE? wait q_full in step": "S full follows the q_full that MMA waited for",
     "REDUCE sync dq_staged": "the four warps of a role are one agent here; the log has each",
     "COMPUTE? sync staged": "the four warps of a role are one agent here; the log has each",
     "COMPUTE? fence_before in store_block #1": "after wait_ld only dealloc, synchronous, follows",
@@ -30,37 +41,80 @@ REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
 
 
 def run(
-    q, k, v, dout, stats, softmax_scale: float, machine: Machine, max_ctas: int | None = None
+    q,
+    k,
+    v,
+    dout,
+    stats,
+    softmax_scale: float,
+    machine: Machine,
+    max_ctas: int | None = None,
+    window: tuple[int, int] = (OPEN, OPEN),
+    sequences: Sequences | None = None,
 ) -> GradientRun:
     """dQ, dK, dV of checked CPU tensors q, dout (b, sq, h, d), k, v (b, sk, h, d).
 
-    stats (b, h, m, 2, TILE): of each row LSE * log2(e), and the sum of O * dO less dLSE.
+    stats (b, h, tiles, 2, TILE): of each row LSE * log2(e), +inf where there is no row or it sees
+    nothing, and the sum of O * dO less dLSE; the tiles of a sequence follow those of the one before
+    it. window, (left, right); sequences: every batch entry is one when None.
     """
-    unit = config.KEY_TILES[q.shape[3]] * config.TILE
+    unit, given = config.KEY_TILES[q.shape[3]] * config.TILE, sequences or Sequences.whole(q, k)
 
     def cta(batch: int, head: int, n_block: int, dq_accum: torch.Tensor):
-        keys = slice(n_block * unit, (n_block + 1) * unit)
-        queries = slice(None)
+        entry, sequence, first_key = given.entry(batch), given.rows[batch], n_block * unit
+        tiles = visited_queries(first_key, unit, sequence, window)
+        if tiles[0] == tiles[1]:
+            return None
+        keys, queries = sequence.keys(first_key, first_key + unit), sequence.queries()
         which = ((q, queries), (dout, queries), (k, keys), (v, keys))
-        tensors = (x[batch, rows, head] for x, rows in which)
-        work = Cta(machine, *tensors, stats[batch, head], dq_accum, softmax_scale)
+        tensors = (x[entry, rows, head] for x, rows in which)
+        first_tile = sequence.begin_q // config.TILE + batch - entry
+        of_tiles = stats[entry, head, first_tile:]
+        place = (sequence, first_key, tiles, window)
+        work = Cta(machine, *tensors, of_tiles, softmax_scale, *place)
         work.start()
-        return work.sm, lambda: (work.dk.tensor, work.dv.tensor)
+        return work.sm, lambda: work.result(dq_accum, keys.stop - keys.start)
 
-    return gradient_run(machine, q, k, softmax_scale, unit, cta, max_ctas)
+    return gradient_run(machine, q, k, softmax_scale, unit, cta, max_ctas, given)
+
+
+def whole_tiles(x: torch.Tensor) -> torch.Tensor:
+    """Rows (n, d) with zeros behind them, up to whole tiles."""
+    return torch.nn.functional.pad(x, (0, 0, 0, -len(x) % config.TILE))
 
 
 class Cta:
-    """The tensors, memories and roles of one CTA; q, dout (sq, d), k, v (its keys, d)."""
+    """The tensors, memories and roles of one CTA; q, dout (len_q, d), k, v (its keys, d).
 
-    def __init__(self, machine: Machine, q, dout, k, v, stats, dq_accum, softmax_scale: float):
+    Copies fill with zeros what a sequence does not have, and write nothing there: here the tensors
+    have it, as zeros. tiles, the query tiles (m_min, m_max) that it visits.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        q,
+        dout,
+        k,
+        v,
+        stats,
+        softmax_scale: float,
+        sequence,
+        first_key,
+        tiles,
+        window,
+    ):
         self.head_dim, tile = q.shape[1], config.TILE
+        self.sequence, self.first_key, self.window = sequence, first_key, window
+        self.m_min, self.m_max = tiles
+        self.m_tiles = self.m_max - self.m_min
         self.softmax_scale, self.scale_log2 = softmax_scale, softmax_scale * math.log2(math.e)
-        self.m_tiles, self.key_tiles = len(q) // tile, len(k) // tile
         self.sm = Sm(machine, config.plan(self.head_dim))
+        q, dout, k, v = map(whole_tiles, (q, dout, k, v))
+        self.key_tiles = len(k) // tile
         self.q, self.dout, self.k, self.v = map(Global, ("q", "dout", "k", "v"), (q, dout, k, v))
-        self.stats = Global("stats", stats.reshape(-1))
-        self.dq_accum = Global("dq_accum", dq_accum)
+        self.stats = Global("stats", stats[: len(q) // tile].reshape(-1))
+        self.dq_accum = Global("dq_accum", torch.zeros(q.shape))
         self.dk, self.dv = (Global(name, torch.full_like(k, math.nan)) for name in ("dk", "dv"))
         for name in ("sK", "sV", "sQ", "sdO"):
             setattr(self, name, self.sm.buffer(name, (tile, self.head_dim), q.dtype))
@@ -83,6 +137,11 @@ class Cta:
     def steps(self) -> int:
         """Pairs of a query tile and a key tile; key tiles of one query tile follow each other."""
         return self.m_tiles * self.key_tiles
+
+    def result(self, dq_accum: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(dk, dv) of its `keys` keys; adds dQ of the sequence (len_q, d) to dq_accum."""
+        dq_accum += self.dq_accum.tensor[: len(dq_accum)]
+        return self.dk.tensor[:keys], self.dv.tensor[:keys]
 
     def start(self):
         """Put every role to work."""
@@ -114,7 +173,8 @@ def load(role: Role, cta: Cta):
     yield from begin(role)
     load_keys(role, cta, cta.k, cta.sK, "k_full")
     for m_tile in range(cta.m_tiles):
-        rows = slice(m_tile * config.TILE, (m_tile + 1) * config.TILE)
+        start = (cta.m_min + m_tile) * config.TILE
+        rows = slice(start, start + config.TILE)
         slot, parity = ring(m_tile, cta.sQ.stages)
         yield from role.wait(f"q_empty[{slot}]", parity ^ 1, m_tile)  # MMA's commit arrives
         role.expect_tx(f"q_full[{slot}]", cta.sQ.bytes + cta.sStats.bytes)
@@ -233,11 +293,23 @@ def mma(role: Role, cta: Cta):
 # ---- compute -------------------------------------------------------------------------------
 
 
-def probabilities(role: Role, cta: Cta, half: int, slot: int, step: int):
+def hide(role: Role, cta: Cta, s: torch.Tensor, half: int, step: int):
+    """-inf for the queries of a tile that do not see a key."""
+    yield from role.execute("mask", step, alu=3 * s.numel(), issue=slots(SLOTS_MASK, s))
+    m_tile, key_tile = divmod(step, cta.key_tiles)
+    first_query = (cta.m_min + m_tile) * config.TILE + half * config.HALF
+    first_key = cta.first_key + key_tile * config.TILE
+    hidden = unseen(first_key, first_query, s.shape, cta.sequence, cta.window)
+    return s.masked_fill(hidden, -math.inf)
+
+
+def probabilities(role: Role, cta: Cta, half: int, slot: int, step: int, masked: bool):
     """P = exp2(scale S - LSE) of this warpgroup's queries, in registers and tensor memory."""
     parts = []
     whole = yield from role.tmem_load(cta.tS.part(half * config.HALF, config.HALF), step)
     yield from role.wait_ld()
+    if masked:
+        whole = yield from hide(role, cta, whole, half, step)
     for part in range(0, config.HALF, config.CHUNK):
         s = whole[:, part : part + config.CHUNK]
         lse = role.read(statistics(cta, slot, 0, half * config.HALF + part), by_all=True)
@@ -287,23 +359,31 @@ def slots(per_element: float, values: torch.Tensor) -> float:
 def compute(role: Role, cta: Cta, half: int):
     """COMPUTE0 or COMPUTE1: S to P and dP to dS for half of the queries; half of the outputs."""
     yield from begin(role)
-    for step in range(cta.steps):
-        m_tile, key_tile = divmod(step, cta.key_tiles)
-        slot, parity = ring(m_tile, cta.sQ.stages)
-        if key_tile == 0:
-            yield from role.wait(f"q_full[{slot}]", parity, step)  # LOAD and TMA arrive
-        yield from role.wait("s_full", step % 2, step)  # MMA's commit arrives
-        role.fence_after()
-        p = yield from probabilities(role, cta, half, slot, step)
-        role.fence_before()
-        role.arrive("p_full")  # MMA waits
-        yield from role.wait("dp_full", step % 2, step)  # MMA's commit arrives
-        role.fence_after()
-        yield from differences(role, cta, half, slot, key_tile, p, step)
-        role.fence_proxy()
-        role.fence_before()
-        role.arrive("ds_full")  # MMA waits
+    keys, tiles = cta.key_tiles * config.TILE, (cta.m_min, cta.m_max)
+    m_low, m_high = unmasked_queries(cta.first_key, keys, cta.sequence, cta.window, *tiles)
+    for turn in range(cta.steps):
+        masked = not m_low <= cta.m_min + turn // cta.key_tiles < m_high
+        yield from step(role, cta, half, turn, masked)
     yield from epilogue(role, cta, half)
+
+
+def step(role: Role, cta: Cta, half: int, turn: int, masked: bool):
+    """One S to P and dP to dS. masked: not every query sees all of the CTA's keys."""
+    m_tile, key_tile = divmod(turn, cta.key_tiles)
+    slot, parity = ring(m_tile, cta.sQ.stages)
+    if key_tile == 0:
+        yield from role.wait(f"q_full[{slot}]", parity, turn)  # LOAD and TMA arrive
+    yield from role.wait("s_full", turn % 2, turn)  # MMA's commit arrives
+    role.fence_after()
+    p = yield from probabilities(role, cta, half, slot, turn, masked)
+    role.fence_before()
+    role.arrive("p_full")  # MMA waits
+    yield from role.wait("dp_full", turn % 2, turn)  # MMA's commit arrives
+    role.fence_after()
+    yield from differences(role, cta, half, slot, key_tile, p, turn)
+    role.fence_proxy()
+    role.fence_before()
+    role.arrive("ds_full")  # MMA waits
 
 
 # ---- reduce --------------------------------------------------------------------------------
@@ -333,7 +413,8 @@ def add_slice(role: Role, cta: Cta, values: torch.Tensor, m_tile: int, number: i
     role.fence_proxy()
     yield from role.bulk_wait(read=True)
     yield from role.sync("dq_staged", m_tile)
-    rows = slice(m_tile * config.TILE, (m_tile + 1) * config.TILE)
+    start = (cta.m_min + m_tile) * config.TILE
+    rows = slice(start, start + config.TILE)
     columns = slice(number * config.SLICE, (number + 1) * config.SLICE)
     role.reduce_add(slot, cta.dq_accum.tile(rows, columns), m_tile)
 

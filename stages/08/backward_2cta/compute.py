@@ -8,6 +8,8 @@ from cutlass.cute.nvgpu import tcgen05
 
 from ...common import arith
 from ...common.tcgen05 import fence_after, fence_before, tmem_copy
+from ..lengths import sequence
+from ..mask import hide, unmasked_queries, visible_queries
 from . import config
 from .epilogue import epilogue
 from .relay import arrive_at_leader
@@ -44,17 +46,23 @@ def store_columns(rX: cute.Tensor, tX: cute.Tensor, part, tidx: Int32):
 
 
 @cute.jit
-def probabilities(tS, tP, rP, sLSE: cute.Tensor, bars, scale_log2: Float32, tidx: Int32):
+def probabilities(
+    tS, tP, rP, sLSE: cute.Tensor, bars, scale_log2: Float32, queries, masked, tidx: Int32
+):
     """P = exp2(scale S - LSE) of this thread's key, in registers and tensor memory.
 
     Runs: 128 threads, converged; thread = lane = key. Args: tS ((TILE, HALF), 1, 1) float32, tP
     ((TILE, 16), 1, HALF / 16) 16-bit in TMEM, overlapping; rP (HALF,) Float32, written; sLSE
-    (HALF,) Float32 shared, log2 units. The caller has waited for S. P takes columns of S that this
-    thread has read: all are, before the first is written. Arrives: s_read. Numerics: float32, MUFU.
+    (HALF,) Float32 shared, log2 units, +inf where a query sees nothing; queries, (first, last) of
+    the columns that see the key; masked, whether any do not, static. The caller has waited for S. P
+    takes columns of S that this thread has read: all are, before the first is written. Arrives:
+    s_read. Numerics: float32, MUFU.
     """
     load_columns(tS, rP, 0, tidx)
     fence_before()
     arrive_at_leader(bars.s_read.data_ptr())
+    if cutlass.const_expr(masked):
+        hide(rP, queries[0], queries[1])
     for part in cutlass.range_constexpr(config.HALF // config.CHUNK):
         rLSE = cute.make_rmem_tensor((config.CHUNK,), Float32)
         cute.autovec_copy(cute.local_tile(sLSE, (config.CHUNK,), (part,)), rLSE)
@@ -104,37 +112,62 @@ def stage(rdS: cute.Tensor, sdS: cute.Tensor):
 
 
 @cute.jit
-def compute(number, smem, tmem, bars, outputs, scales, where, rank, m_tiles, tidx: Int32):
-    """Turn S into P and dP into dS for half of each tile's queries; then write half of dV and dK.
+def step(turn, number, smem, tmem, bars, scale_log2: Float32, rank, queries, masked, tidx: Int32):
+    """Turn S into P and dP into dS for half of the queries of a tile. Runs: as compute.
 
-    Runs: the 128 threads of COMPUTE0 or COMPUTE1 (number 0 or 1), converged; thread = lane = key.
-    Args: smem, tmem by name; outputs, see epilogue; scales, (scale_log2, softmax_scale); rank of
-    this CTA; tidx in the warpgroup. COMPUTE0 has the queries whose dQ this CTA adds, and writes dS
-    to sdS; COMPUTE1 has the peer's, and writes to sdX, the third block. Waits: stats_full, s_full,
-    dp_full, dq_full. Arrives: s_read, p_full, ds_full, dx_staged.
+    Args: turn, how many tiles were before; queries, (first, last) that see this thread's key,
+    counted from the first tile; masked, whether some of this tile do not see all of the CTA's keys,
+    static.
     """
     half, block = number ^ rank, 2 if number == 1 else rank
     tS, tP, tdP, tdS = tmem["half"](half)
     rP = cute.make_rmem_tensor((config.HALF,), Float32)
     rdS = cute.make_rmem_tensor((config.HALF,), smem["sdS"].element_type)
-    for step in cutlass.range(m_tiles, unroll=1):
-        slot, parity = step % config.STATS_STAGES, step // config.STATS_STAGES % 2
-        sLSE = cute.local_tile(smem["sStats"][0, None, slot], (config.HALF,), (half,))
-        sD = cute.local_tile(smem["sStats"][1, None, slot], (config.HALF,), (half,))
-        cute.arch.mbarrier_wait(bars.stats_full.data_ptr() + slot, parity)  # LOAD and TMA arrive
-        cute.arch.mbarrier_wait(bars.s_full.data_ptr(), step % 2)  # MMA's commit arrives
-        fence_after()
-        probabilities(tS, tP, rP, sLSE, bars, scales[0], tidx)
-        fence_before()
-        arrive_at_leader(bars.p_full.data_ptr())
-        cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), step % 2)  # MMA's commit arrives
-        fence_after()
-        differences(tdP, tdS, rP, rdS, sD, tidx)
-        cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
-        stage(rdS, smem["sdS_rows"][tidx, None, block])
-        cute.arch.fence_proxy("async.shared", space="cta")  # sdS, sdX: then MMA, a copy reads them
-        fence_before()
-        arrive_at_leader(bars.ds_full.data_ptr())
-        if number == 1:
-            cute.arch.mbarrier_arrive(bars.dx_staged.data_ptr())  # RELAY waits
-    epilogue(half, smem, tmem, bars, outputs, scales[1], where, rank, tidx)
+    slot, parity = turn % config.STATS_STAGES, turn // config.STATS_STAGES % 2
+    sLSE = cute.local_tile(smem["sStats"][0, None, slot], (config.HALF,), (half,))
+    sD = cute.local_tile(smem["sStats"][1, None, slot], (config.HALF,), (half,))
+    before = turn * config.TILE + half * config.HALF
+    columns = (queries[0] - before, queries[1] - before)
+    cute.arch.mbarrier_wait(bars.stats_full.data_ptr() + slot, parity)  # LOAD and TMA arrive
+    cute.arch.mbarrier_wait(bars.s_full.data_ptr(), turn % 2)  # MMA's commit arrives
+    fence_after()
+    probabilities(tS, tP, rP, sLSE, bars, scale_log2, columns, masked, tidx)
+    fence_before()
+    arrive_at_leader(bars.p_full.data_ptr())
+    cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), turn % 2)  # MMA's commit arrives
+    fence_after()
+    differences(tdP, tdS, rP, rdS, sD, tidx)
+    cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), turn % 2 ^ 1)  # MMA's commit arrives
+    stage(rdS, smem["sdS_rows"][tidx, None, block])
+    cute.arch.fence_proxy("async.shared", space="cta")  # sdS, sdX: then MMA, a copy reads them
+    fence_before()
+    arrive_at_leader(bars.ds_full.data_ptr())
+    if number == 1:
+        cute.arch.mbarrier_arrive(bars.dx_staged.data_ptr())  # RELAY waits
+
+
+@cute.jit
+def compute(number, smem, tmem, bars, outputs, scales, place, given, tiles, window, tidx: Int32):
+    """Turn S into P and dP into dS for half of each tile's queries; then write half of dV and dK.
+
+    Runs: the 128 threads of COMPUTE0 or COMPUTE1 (number 0 or 1), converged; thread = lane = key.
+    Args: smem, tmem by name; outputs, see epilogue; scales, (scale_log2, softmax_scale); place,
+    (where, rank, rows); tiles, (m_min, m_max), of which those with a mask come first and last;
+    window, (left, right); tidx in the warpgroup. COMPUTE0 has the queries whose dQ this CTA adds,
+    and writes dS to sdS; COMPUTE1 has the peer's, and writes to sdX, the third block. Waits:
+    stats_full, s_full, dp_full, dq_full. Arrives: s_read, p_full, ds_full, dx_staged.
+    """
+    where, rank = place
+    rows = sequence(given[0], where[2], given[1], given[2])
+    lengths, (m_min, m_max) = (rows[1], rows[3]), tiles
+    first_key = (where[0] * config.CTAS + rank) * config.TILE
+    m_low, m_high = unmasked_queries(first_key, config.TILE, lengths, window, m_min, m_max)
+    first, last = visible_queries(first_key + tidx, lengths, window)
+    last = last if first_key + tidx < rows[3] else Int32(-1)  # no one sees a key that is not there
+    before = m_min * config.TILE
+    queries = (first - before, last - before)
+    low, high, m_tiles = m_low - m_min, m_high - m_min, m_max - m_min
+    for start, stop, masked in ((Int32(0), low, True), (low, high, False), (high, m_tiles, True)):
+        for turn in cutlass.range(start, stop, unroll=1):
+            step(turn, number, smem, tmem, bars, scales[0], rank, queries, masked, tidx)
+    epilogue(number ^ rank, smem, tmem, bars, outputs, scales[1], place, given, tidx)

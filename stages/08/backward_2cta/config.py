@@ -163,14 +163,14 @@ DECLARED = {
         "mma_kinds": "f16",
         "mma_ss": 2 * head_dim // 16 + CTAS * TILE // 16,  # S and dP; dQ
         "mma_ts": 2 * TILE // 16,  # dV and dK
-        "ex2": HALF,
-        "mbarrier_waits": 29,  # one for each wait in the sources, unrolled
-        "mbarrier_arrives": 15,
+        "ex2": 3 * HALF,  # COMPUTE's loop three times: with a mask, without, with
+        "mbarrier_waits": 37,  # one for each wait in the sources, unrolled
+        "mbarrier_arrives": 23,
         "commits": 9,
-        "tmem_fences": 19,
-        "tmem_load_waits": 8,  # S, two of dP, dQ, two each of dV and dK
-        "tmem_store_waits": 2,  # P, dS
-        "proxy_fences": 5,  # of dS; of dV and dK; of dQ by slices
+        "tmem_fences": 29,
+        "tmem_load_waits": 3 * 3 + 5,  # S, two of dP; dQ, two each of dV and dK
+        "tmem_store_waits": 3 * 2,  # P, dS
+        "proxy_fences": 3 + 4,  # of dS; of dV and dK; of dQ by slices
         "init_fences": 1,
         "tmem_deallocs": 1,
         "tma_reductions": head_dim // SLICE,

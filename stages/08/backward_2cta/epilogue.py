@@ -7,6 +7,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ...common.tcgen05 import fence_after, fence_before, tmem_copy
+from ..lengths import rows_of, sequence
 from . import config
 
 
@@ -35,23 +36,22 @@ def stage_block(tD: cute.Tensor, first, scale: Float32, sD: cute.Tensor, tidx: I
 
 
 @cute.jit
-def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, rank, tidx: Int32):
+def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, place, rows, tidx: Int32):
     """Stage this warpgroup's block of dV or dK and write it to global memory by TMA.
 
     Runs: both warpgroups; the first warp of each issues. Args: sD (TILE, HALF, 2) shared; output,
-    (the TMA atom, its tensor (sk, d, h, b)); where, (n_block, head, batch). The block is half of
-    the columns. TMA writes nothing where the CTA has no keys.
+    (the TMA atom, its tensor, a `ragged` one); place, (where, rank); rows, see `sequence`. The block is half of the
+    columns. Rows beyond the sequence are not written.
     """
     store, mD = output
-    n_block, head, batch = where
+    (n_block, head, batch), rank = place
     stage_block(tD, half * (config.HALF // config.CHUNK), scale, sD[None, None, half], tidx)
     cute.arch.fence_proxy("async.shared", space="cta")  # sD: written by threads, read by TMA
     fence_before()
     cute.arch.barrier(barrier_id=2, number_of_threads=256)  # staged: all wait for all
+    mD_rows = rows_of(mD, rows[2], rows[3], head, batch)  # (len_k, d)
     tile = (config.TILE, config.HALF)
-    gD = cute.local_tile(
-        mD[None, None, head, batch], tile, (None, None)
-    )  # (TILE, HALF, n, d / HALF)
+    gD = cute.local_tile(mD_rows, tile, (None, None))  # (TILE, HALF, n, d / HALF)
     tDsD, tDgD = cpasync.tma_partition(
         store, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
     )  # (TMA, 2), (TMA, n, d / HALF)
@@ -61,18 +61,19 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, rank, 
 
 
 @cute.jit
-def epilogue(half, smem, tmem, bars, outputs, softmax_scale: Float32, where, rank, tidx: Int32):
+def epilogue(half, smem, tmem, bars, outputs, softmax_scale: Float32, place, given, tidx: Int32):
     """Write dV as soon as it is complete, then dK.
 
     Runs: COMPUTE0 or COMPUTE1, converged. Args: smem, tmem by name; outputs, (dV's, dK's) as in
     store_block. Waits: dv_full, dk_full.
     """
     cute.arch.mbarrier_wait(bars.dv_full.data_ptr(), 0)  # MMA's commit arrives
+    rows = sequence(given[0], place[0][2], given[1], given[2])  # anew: no registers in the loop
     fence_after()
     one, (dv, dk) = Float32(1.0), outputs
-    store_block(half, tmem["dV"], one, smem["sdV"], dv, where, rank, tidx)
+    store_block(half, tmem["dV"], one, smem["sdV"], dv, place, rows, tidx)
     cute.arch.mbarrier_wait(bars.dk_full.data_ptr(), 0)  # MMA's commit arrives
     fence_after()
-    store_block(half, tmem["dK"], softmax_scale, smem["sdK"], dk, where, rank, tidx)
+    store_block(half, tmem["dK"], softmax_scale, smem["sdK"], dk, place, rows, tidx)
     if cute.arch.make_warp_uniform(tidx // 32) == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)

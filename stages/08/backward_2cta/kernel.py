@@ -11,9 +11,10 @@ from ...common.tcgen05 import (
     fence_after,
     fence_before,
     operand_layout,
-    permuted,
     tma_load,
 )
+from ..lengths import ragged, sequence, turned
+from ..mask import visited_queries
 from . import config
 from .compute import compute
 from .load import load, operands
@@ -101,40 +102,44 @@ def backward(
     mdV: cute.Tensor,
     scale_log2: Float32,
     softmax_scale: Float32,
+    lengths: Int64,
+    batch: Int32,
+    max_seqlen_q: Int32,
+    max_seqlen_k: Int32,
+    left: Int32,
+    right: Int32,
     stream,
 ):
-    """Launch the backward pass over pairs of key tiles; the last pair may have one of them.
+    """Launch the backward pass over pairs of key tiles of every sequence.
 
     Runs: host. Args: mQ, mdO (b, sq, h, d), mK, mV, mdK, mdV (b, sk, h, d) bf16 or fp16, d static;
-    mStats (b, h, sq / TILE, 2, TILE) Float32: LSE * log2(e), then the sum of O * dO less dLSE;
-    mdQ_accum (b, sq, h, d) Float32, added to; softmax_scale, scale_log2 = softmax_scale * log2(e);
-    stream. What is allowed is in config.ENVELOPE and was checked before.
+    mStats (b, h, tiles, 2, TILE) Float32, see preprocess; mdQ_accum (b, sq, h, d) Float32, added
+    to; of packed sequences, which lie one after the other, b is 1; softmax_scale, scale_log2 =
+    softmax_scale * log2(e); lengths, see `sequence`; batch, how many sequences; max_seqlen_k, no
+    one has more keys; left, right, see mask.py; stream. Keys of a whole pair that no query sees get
+    neither dK nor dV: the host has filled them in. What is allowed is in config.ENVELOPE and was
+    checked before.
     """
-    _, seqlen_q, heads, head_dim = mQ.shape
+    heads, head_dim = mQ.shape[2], mQ.shape[3]
     dtype, layouts = mQ.element_type, operand_layouts(mQ.element_type, mQ.shape[3])
-    by_rows, turned = [1, 3, 2, 0], [3, 1, 2, 0]  # (s, d, h, b), (d, s, h, b)
     given = {"K": mK, "V": mV, "Kt": mK, "Q": mQ, "Qt": mQ, "dO": mdO, "dOt": mdO}
     made = {"stats": load_statistics(mStats)}
     for name, (op, side, major, shape) in operands(dtype, head_dim).items():
-        mX = permuted(given[name], by_rows if major == "K" else turned)
+        mX = ragged(given[name])  # (s, d, h, b, 1 + s)
+        mX = mX if major == "K" else turned(mX)  # (d, s, h, b, 1 + s)
         made[name] = tma_load(op, side, mX, layouts[f"s{name}"], shape, config.CTAS)
     add, store = cpasync.CopyReduceBulkTensorTileS2GOp(), cpasync.CopyBulkTensorTileS2GOp()
     for name, copy, mX in (("dQ", add, mdQ_accum), ("dV", store, mdV), ("dK", store, mdK)):
-        made[name] = copy_of_rows(copy, permuted(mX, by_rows), layouts[f"s{name}"])
+        made[name] = copy_of_rows(copy, ragged(mX), layouts[f"s{name}"])
     atoms = {name: atom for name, (atom, _) in made.items()}
     tensors = {name: tensor for name, (_, tensor) in made.items()}
-    n_tiles = mK.shape[1] // config.TILE
-    pairs = cute.ceil_div(n_tiles, config.CTAS)
+    pairs = cute.ceil_div(max_seqlen_k, config.CTAS * config.TILE)
+    sizes = (pairs, heads, mQ.shape[1], mK.shape[1])
+    scales, window = (scale_log2, softmax_scale), (left, right)
     backward_kernel(
-        atoms,
-        tensors,
-        layouts,
-        (scale_log2, softmax_scale),
-        (seqlen_q // config.TILE, n_tiles, heads),
-        head_dim,
-        dtype,
+        atoms, tensors, layouts, scales, sizes, lengths, window, head_dim, dtype
     ).launch(
-        grid=(config.CTAS * pairs * heads * mQ.shape[0], 1, 1),
+        grid=(config.CTAS * pairs * heads * batch, 1, 1),
         block=(config.plan(head_dim).threads, 1, 1),
         cluster=(config.CTAS, 1, 1),
         min_blocks_per_mp=1,
@@ -157,7 +162,7 @@ def load_statistics(mStats: cute.Tensor):
 
 
 def copy_of_rows(op, mX: cute.Tensor, layout):
-    """TMA atom and tensor that copy a slot of `rows_layout` to mX (s, d, h, b). Runs: trace."""
+    """TMA atom and tensor that copy a slot of `rows_layout` to mX, `ragged`. Runs: trace."""
     slot = cute.select(layout, mode=[0, 1])
     return cpasync.make_tiled_tma_atom(
         op, mX, slot, tuple(cute.product_each(layout.outer.shape)[:2])
@@ -171,22 +176,54 @@ def backward_kernel(
     layouts,
     scales,
     sizes,
+    lengths: Int64,
+    window,
     head_dim: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
-    """One CTA of a pair: its key tile against all queries of its head, from the first to the last.
+    """One CTA of a pair: its key tile against the query tiles that see the pair's, first to last.
 
     Runs: 512 threads, by role. The 1-D grid counts the CTAs of a pair fastest, then pairs of key
     tiles, then heads, then batch. Args: atoms, tensors, layouts by name; scales, (scale_log2,
-    softmax_scale); sizes, (m_tiles, n_tiles, heads).
+    softmax_scale); sizes, (pairs, heads, sq, sk); lengths, see `sequence`; window, (left, right).
+    """
+    block, _, _ = cute.arch.block_idx()
+    pairs, heads = sizes[0], sizes[1]
+    rank, pair = block % config.CTAS, block // config.CTAS
+    where = (pair % pairs, pair // pairs % heads, pair // pairs // heads)
+    rows = sequence(lengths, where[2], sizes[2], sizes[3])
+    unit = config.CTAS * config.TILE
+    given = (lengths, sizes[2], sizes[3])
+    tiles = visited_queries(where[0] * unit, unit, (rows[1], rows[3]), window)
+    if tiles[0] < tiles[1]:
+        by_role(
+            atoms, tensors, layouts, scales, where, rank, rows, given, tiles, window, head_dim, dtype
+        )
+
+
+@cute.jit
+def by_role(
+    atoms,
+    tensors,
+    layouts,
+    scales,
+    where,
+    rank,
+    rows,
+    given,
+    tiles,
+    window,
+    head_dim: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+):
+    """Shared and tensor memory of a CTA, and its roles.
+
+    Runs: 512 threads. Args: where, (n_block, head, batch); rank of this CTA; rows of the sequence,
+    see `sequence`; tiles, the query tiles (m_min, m_max) to visit, at least one.
     """
     tidx, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    block, _, _ = cute.arch.block_idx()
-    m_tiles, n_tiles, heads = sizes
-    pairs = cute.ceil_div(n_tiles, config.CTAS)
-    rank, pair = block % config.CTAS, block // config.CTAS
-    where = (pair % pairs, pair // pairs % heads, pair // pairs // heads)
+    m_tiles = tiles[1] - tiles[0]
 
     allocator = cutlass.memory.SmemAllocator()
     bars = allocator.allocate(shared_storage())
@@ -202,8 +239,7 @@ def backward_kernel(
     if warp >= config.MMA:
         cute.arch.setmaxregister_decrease(config.REGISTERS["other"])
         if warp == config.LOAD:
-            there = where[0] * config.CTAS + rank < n_tiles
-            load(atoms, tensors, smem, bars, where, rank, there, m_tiles, head_dim)
+            load(atoms, tensors, smem, bars, where, rank, rows, tiles, head_dim)
         elif warp == config.RELAY:
             relay(smem["sdS_rows"], bars, rank, m_tiles)
         elif warp == config.MMA and rank == LEADER:
@@ -212,10 +248,11 @@ def backward_kernel(
         cute.arch.setmaxregister_increase(config.REGISTERS["compute"])
         number, lane = (warp - config.COMPUTE0.start) // 4, tidx % 128
         outputs = [(atoms[name], tensors[name]) for name in ("dV", "dK")]
-        compute(number, smem, tmem, bars, outputs, scales, where, rank, m_tiles, lane)
+        compute(number, smem, tmem, bars, outputs, scales, (where, rank), given, tiles, window, lane)
     else:
         cute.arch.setmaxregister_decrease(config.REGISTERS["reduce"])
-        reduce(atoms["dQ"], tensors["dQ"], smem, tmem["dQ"], bars, where, rank, m_tiles, tidx)
+        place = (where, rank, rows)
+        reduce(atoms["dQ"], tensors["dQ"], smem, tmem["dQ"], bars, place, tiles, tidx)
     all_of_both()  # end
     if warp == config.MMA:
         cute.arch.dealloc_tmem(address, config.TMEM_COLUMNS, True)

@@ -7,6 +7,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...common.tcgen05 import stage_bytes, tma_views
+from ..lengths import rows_of
 from . import config
 from .mma import LEADER, make_mmas
 
@@ -38,24 +39,30 @@ def announce(full, size: Int32):
 
 
 @cute.jit
-def tile_views(atoms, tensors, smem, where, rank, head_dim: cutlass.Constexpr):
+def tile_views(atoms, tensors, smem, where, rank, rows, head_dim: cutlass.Constexpr):
     """(global, shared) tiles of what LOAD brings, as TMA copies them.
 
     Runs: any warp. Args: atoms and tensors by name; smem by name; where, (n_block, head, batch);
-    rank of this CTA. Returns: by name (TMA, n) or (TMA, m), and (TMA, STAGES).
+    rank of this CTA; rows of the sequence, see `sequence`. Returns: by name (TMA, n) or (TMA, m),
+    and (TMA, STAGES); the statistics have all tiles, of which the sequence's follow those of the
+    sequences before it.
     """
     _, head, batch = where
+    begin_q, len_q, begin_k, len_k = rows
     views = {}
     for name, (mma, side, major, shape) in operands(smem["sK"].element_type, head_dim).items():
         tile = (shape[0 if side == "A" else 1], shape[2])
-        at = (None, 0) if major == "K" else (0, None)
-        gX = cute.local_tile(tensors[name][None, None, head, batch], tile, at)  # (M or N, K, n)
+        at, axis = ((None, 0), 0) if major == "K" else ((0, None), 1)
+        begin, length = (begin_k, len_k) if name in ("K", "V", "Kt") else (begin_q, len_q)
+        mX = rows_of(tensors[name], begin, length, head, batch, axis)  # (length, d) or (d, length)
+        gX = cute.local_tile(mX, tile, at)  # (M or N, K, n)
         part = mma.get_slice(rank)
         gX = getattr(part, f"partition_{side}")(gX)  # ((this CTA's M or N, 16), 1, K / 16, n)
         tXsX, tXgX = tma_views(atoms[name], smem[f"s{name}"], gX)  # (TMA, 1), (TMA, n)
         views[name] = (tXgX, tXsX)
     sStats = cute.group_modes(smem["sStats"], 0, 2)
-    gStats = cute.local_tile(tensors["stats"][None, None, head, batch], (2, config.TILE), (None, 0))
+    entry = cutlass.min(batch, cute.size(tensors["stats"], mode=[3]) - 1)
+    gStats = cute.local_tile(tensors["stats"][None, None, head, entry], (2, config.TILE), (None, 0))
     tXsX, tXgX = cpasync.tma_partition(
         atoms["stats"], 0, cute.make_layout(1), sStats, cute.group_modes(gStats, 0, 2)
     )  # (TMA, STATS_STAGES), (TMA, m)
@@ -75,47 +82,50 @@ def load_half(load: cute.CopyAtom, views, sX: cute.Tensor, index: Int32, full, r
 
 
 @cute.jit
-def load_statistics(load: cute.CopyAtom, views, m_tile: Int32, m_tiles, there, bars):
+def load_statistics(load: cute.CopyAtom, views, step: Int32, tile: Int32, bars):
     """Start the copy of LSE and D of a query tile.
 
-    Runs: LOAD. Where the CTA has no keys (not `there`), of a tile behind the last: TMA fills zeros,
-    so that dS is 0. Arrives: stats_full, where COMPUTE waits.
+    Runs: LOAD. Args: tile, which of all statistics. Arrives: stats_full, where COMPUTE waits.
     """
-    slot, tile = m_tile % config.STATS_STAGES, m_tile if there else m_tiles
+    slot = step % config.STATS_STAGES
     full = bars.stats_full.data_ptr() + slot
     announce(full, config.STATS_BYTES)
     cute.copy(load, views[0][None, tile], views[1][None, slot], tma_bar_ptr=full)
 
 
 @cute.jit
-def load(atoms, tensors, smem, bars, where, rank, there, m_tiles, head_dim: cutlass.Constexpr):
+def load(atoms, tensors, smem, bars, where, rank, rows, tiles, head_dim: cutlass.Constexpr):
     """Load the key tiles once, then the halves of every query tile in the order of their use.
 
-    Runs: LOAD, converged. Args: as tile_views, load_statistics. Waits: q_empty, qt_empty, do_empty,
-    dot_empty. Arrives: all of `load_half`, stats_full. A slot of sStats is free when the dK of its
-    tile is done, for which the Qt of the next waited.
+    Runs: LOAD, converged. Args: as tile_views; tiles, (m_min, m_max). Waits: q_empty, qt_empty,
+    do_empty, dot_empty. Arrives: all of `load_half`, stats_full. A slot of sStats is free when the
+    dK of its tile is done, for which the Qt of the next waited.
     """
-    views = tile_views(atoms, tensors, smem, where, rank, head_dim)
+    views = tile_views(atoms, tensors, smem, where, rank, rows, head_dim)
     part = lambda name, index, full: load_half(
         atoms[name], views[name], smem[f"s{name}"], index, full.data_ptr(), rank
     )
+    m_min, m_tiles = tiles[0], tiles[1] - tiles[0]
+    entry = cutlass.min(where[2], cute.size(tensors["stats"], mode=[3]) - 1)
+    first_tile = rows[0] // config.TILE + where[2] - entry  # of the sequence's statistics
     part("K", where[0], bars.k_full)
     for step in cutlass.range(m_tiles + 1, unroll=1):
+        m_tile = m_min + step
         if step < m_tiles:
             cute.arch.mbarrier_wait(bars.q_empty.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
-            part("Q", step, bars.q_full)
+            part("Q", m_tile, bars.q_full)
         if step > 0:
             cute.arch.mbarrier_wait(bars.qt_empty.data_ptr(), step % 2)  # MMA's commit arrives
-            part("Qt", step - 1, bars.qt_full)
+            part("Qt", m_tile - 1, bars.qt_full)
         if step < m_tiles:
-            load_statistics(atoms["stats"], views["stats"], step, m_tiles, there, bars)
+            load_statistics(atoms["stats"], views["stats"], step, first_tile + m_tile, bars)
             if step == 0:
                 part("V", where[0], bars.v_full)
             cute.arch.mbarrier_wait(bars.do_empty.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
-            part("dO", step, bars.do_full)
+            part("dO", m_tile, bars.do_full)
             if step == 0:
                 part("Kt", where[0], bars.kt_full)
             cute.arch.mbarrier_wait(bars.dot_empty.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
-            part("dOt", step, bars.dot_full)
+            part("dOt", m_tile, bars.dot_full)
     for empty in (bars.q_empty, bars.qt_empty, bars.do_empty, bars.dot_empty):
         cute.arch.mbarrier_wait(empty.data_ptr(), (m_tiles - 1) % 2)  # MMA's last commits arrive

@@ -9,14 +9,26 @@ import math
 
 import torch
 
-from ...common.model import Global, GradientRun, Machine, Pair, Role, Sm, gradient_run
+from ...common.model import (
+    OPEN,
+    Global,
+    GradientRun,
+    Machine,
+    Pair,
+    Role,
+    Sequences,
+    Sm,
+    gradient_run,
+)
 from ...common.plan import THREADS_PER_WARP
+from ..model import unmasked_queries, unseen, visited_queries
 from . import config
 
 # Issue slots of a warp per element of its rows.
 SLOTS_P = 2.3  # FMA packed by two, exp2, conversion of two, loads of LSE by four
 SLOTS_DS = 2.6  # subtraction and product packed by two, conversion, loads of D, stores by eight
 SLOTS_DQ = 0.3  # a store of four
+SLOTS_MASK = 3  # 2 comparisons, a selection
 LEADER = 0  # rank of the CTA that issues the MMAs of both
 REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "* fence_before in all_of_both": "alloc and dealloc, on the other side, are synchronous",
@@ -28,51 +40,85 @@ REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
 
 
 def run(
-    q, k, v, dout, stats, softmax_scale: float, machine: Machine, max_ctas: int | None = None
+    q,
+    k,
+    v,
+    dout,
+    stats,
+    softmax_scale: float,
+    machine: Machine,
+    max_ctas: int | None = None,
+    window: tuple[int, int] = (OPEN, OPEN),
+    sequences: Sequences | None = None,
 ) -> GradientRun:
     """dQ, dK, dV of checked CPU tensors q, dout (b, sq, h, d), k, v (b, sk, h, d).
 
-    stats (b, h, m, 2, TILE): of each row LSE * log2(e), and the sum of O * dO less dLSE. max_ctas
-    counts pairs.
+    stats (b, h, tiles, 2, TILE): of each row LSE * log2(e), +inf where there is no row or it sees
+    nothing, and the sum of O * dO less dLSE; the tiles of a sequence follow those of the one before
+    it. max_ctas counts pairs. window, (left, right); sequences: every batch entry is one when None.
     """
-    unit = config.CTAS * config.TILE
+    unit, given = config.CTAS * config.TILE, sequences or Sequences.whole(q, k)
 
     def cluster(batch: int, head: int, n_block: int, dq_accum: torch.Tensor):
-        keys = slice(n_block * unit, (n_block + 1) * unit)
-        queries = slice(None)
+        entry, sequence, first_key = given.entry(batch), given.rows[batch], n_block * unit
+        tiles = visited_queries(first_key, unit, sequence, window)
+        if tiles[0] == tiles[1]:
+            return None
+        keys, queries = sequence.keys(first_key, first_key + unit), sequence.queries()
         which = ((q, queries), (dout, queries), (k, keys), (v, keys))
-        tensors = [x[batch, rows, head] for x, rows in which]
-        work = Cluster(machine, *tensors, stats[batch, head], dq_accum, softmax_scale)
+        tensors = (x[entry, rows, head] for x, rows in which)
+        first_tile = sequence.begin_q // config.TILE + batch - entry
+        of_tiles = stats[entry, head, first_tile:]
+        place = (sequence, first_key, tiles, window)
+        work = Cluster(machine, *tensors, of_tiles, softmax_scale, *place)
         work.start()
-        there = slice(len(tensors[2]))
-        return work.pair, lambda: (work.dk.tensor[there], work.dv.tensor[there])
+        return work.pair, lambda: work.result(dq_accum, keys.stop - keys.start)
 
-    return gradient_run(machine, q, k, softmax_scale, unit, cluster, max_ctas)
+    return gradient_run(machine, q, k, softmax_scale, unit, cluster, max_ctas, given)
 
 
 class Cluster:
-    """The tensors of a pair and its CTAs; q, dout (sq, d), k, v (its keys, d).
+    """The tensors of a pair and its CTAs; q, dout (len_q, d), k, v (its keys, d).
 
-    Copies fill with zeros what a tensor does not have, and write nothing there: here the tensors
-    have it, as zeros.
+    Copies fill with zeros what a sequence does not have, and write nothing there: here the tensors
+    have it, as zeros. tiles, the query tiles (m_min, m_max) that both CTAs visit.
     """
 
-    def __init__(self, machine: Machine, q, dout, k, v, stats, dq_accum, softmax_scale: float):
+    def __init__(
+        self,
+        machine: Machine,
+        q,
+        dout,
+        k,
+        v,
+        stats,
+        softmax_scale: float,
+        sequence,
+        first_key,
+        tiles,
+        window,
+    ):
         self.head_dim, tile = q.shape[1], config.TILE
+        self.sequence, self.first_key, self.window = sequence, first_key, window
+        self.m_min, self.m_max = tiles
+        self.m_tiles = self.m_max - self.m_min
         self.softmax_scale, self.scale_log2 = softmax_scale, softmax_scale * math.log2(math.e)
-        self.m_tiles, self.key_tiles = len(q) // tile, len(k) // tile
-        self.q, self.dout = Global("q", q), Global("dout", dout)
-        whole = torch.zeros(2, config.CTAS * tile, self.head_dim, dtype=k.dtype)
-        whole[0, : len(k)], whole[1, : len(v)] = k, v
-        self.k, self.v = Global("k", whole[0]), Global("v", whole[1])
-        nothing = torch.zeros(2 * tile)  # of a tile behind the last
-        self.stats = Global("stats", torch.cat([stats.reshape(-1), nothing]))
-        self.dq_accum = Global("dq_accum", dq_accum)
+        fill = lambda x, rows: torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
+        rows, keys = math.ceil(len(q) / tile) * tile, config.CTAS * tile
+        self.q, self.dout = Global("q", fill(q, rows)), Global("dout", fill(dout, rows))
+        self.k, self.v = Global("k", fill(k, keys)), Global("v", fill(v, keys))
+        self.stats = Global("stats", stats[: rows // tile].reshape(-1))
+        self.dq_accum = Global("dq_accum", torch.zeros(rows, self.head_dim))
         self.dk, self.dv = (
-            Global(name, torch.full_like(whole[0], math.nan)) for name in ("dk", "dv")
+            Global(name, k.new_full((keys, self.head_dim), math.nan)) for name in ("dk", "dv")
         )
         self.pair = Pair(machine, config.plan(self.head_dim))
         self.ctas = [Cta(self, sm) for sm in self.pair.sms]
+
+    def result(self, dq_accum: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(dk, dv) of its `keys` keys; adds dQ of the sequence (len_q, d) to dq_accum."""
+        dq_accum += self.dq_accum.tensor[: len(dq_accum)]
+        return self.dk.tensor[:keys], self.dv.tensor[:keys]
 
     def start(self):
         """Put every role of both CTAs to work."""
@@ -94,7 +140,6 @@ class Cta:
     def __init__(self, cluster: Cluster, sm: Sm):
         self.cluster, self.sm, self.rank = cluster, sm, sm.rank
         d, tile, half, dtype = cluster.head_dim, config.TILE, config.HALF, cluster.q.tensor.dtype
-        self.there = self.rank < cluster.key_tiles
         shapes = {
             **dict.fromkeys(("sK", "sV"), (tile, d)),
             "sKt": (config.CTAS * tile, d // 2),
@@ -143,23 +188,23 @@ def load_half(role: Role, cta: Cta, source, target, full: str, step: int = -1):
     role.tma_load(source, target, full, to_barrier_rank=LEADER, tile=step)
 
 
-def load_statistics(role: Role, cta: Cta, m_tile: int):
-    """LSE and D of a query tile; zeros where there are no keys, so that dS is 0 there."""
-    tile = m_tile if cta.there else cta.m_tiles
-    slot, numbers = m_tile % cta.sStats.stages, 2 * config.TILE  # LSE, then D
+def load_statistics(role: Role, cta: Cta, step: int):
+    """LSE and D of a query tile."""
+    tile, slot, numbers = cta.m_min + step, step % cta.sStats.stages, 2 * config.TILE  # LSE, then D
     source = cta.stats.tile(columns=slice(tile * numbers, (tile + 1) * numbers))
     role.expect_tx(f"stats_full[{slot}]", cta.sStats.bytes)
     role.arrive(f"stats_full[{slot}]")  # COMPUTE waits
-    role.tma_load(source, cta.sStats[slot], f"stats_full[{slot}]", tile=m_tile)
+    role.tma_load(source, cta.sStats[slot], f"stats_full[{slot}]", tile=step)
 
 
 def load(role: Role, cta: Cta):
     """LOAD: the key tiles once, then the halves of every query tile in the order of their use."""
     load_half(role, cta, cta.k.tile(cta.own_keys), cta.sK[0], "k_full")
     for step in range(cta.m_tiles + 1):
-        rows = slice(step * config.TILE, (step + 1) * config.TILE)
-        before = slice(rows.start - config.TILE, rows.start)
-        start = rows.start + cta.own_half.start
+        first = (cta.m_min + step) * config.TILE
+        rows = slice(first, first + config.TILE)
+        before = slice(first - config.TILE, first)
+        start = first + cta.own_half.start
         own_rows = slice(start, start + config.HALF)
         if step < cta.m_tiles:
             yield from role.wait("q_empty", step % 2 ^ 1, step)  # MMA's commit arrives
@@ -283,13 +328,24 @@ def mma(role: Role, cta: Cta):
 # ---- compute -------------------------------------------------------------------------------
 
 
-def probabilities(role: Role, cta: Cta, half: int, slot: int, step: int):
+def hide(role: Role, cta: Cta, s: torch.Tensor, half: int, step: int):
+    """-inf for the queries of a tile that do not see a key."""
+    yield from role.execute("mask", step, alu=3 * s.numel(), issue=slots(SLOTS_MASK, s))
+    first_query = (cta.m_min + step) * config.TILE + half * config.HALF
+    first_key = cta.first_key + cta.own_keys.start
+    hidden = unseen(first_key, first_query, s.shape, cta.sequence, cta.window)
+    return s.masked_fill(hidden, -math.inf)
+
+
+def probabilities(role: Role, cta: Cta, half: int, slot: int, step: int, masked: bool):
     """P = exp2(scale S - LSE) of this warpgroup's queries, in registers and tensor memory."""
     parts = []
     whole = yield from role.tmem_load(cta.tS.part(half * config.HALF, config.HALF), step)
     yield from role.wait_ld()
     role.fence_before()
     role.arrive("s_read", to=LEADER)  # MMA waits
+    if masked:
+        whole = yield from hide(role, cta, whole, half, step)
     for part in range(0, config.HALF, config.CHUNK):
         s = whole[:, part : part + config.CHUNK]
         lse = role.read(statistics(cta, slot, 0, half * config.HALF + part), by_all=True)
@@ -341,27 +397,35 @@ def slots(per_element: float, values: torch.Tensor) -> float:
 def compute(role: Role, cta: Cta, number: int):
     """COMPUTE0 or COMPUTE1: S to P and dP to dS for half of the queries; half of the outputs."""
     half = number ^ cta.rank  # COMPUTE1 has the queries whose dQ is the peer's
-    target = cta.sdX[0] if number else cta.sdS[0].part(cta.own_keys)
-    for step in range(cta.m_tiles):
-        slot, parity = step % cta.sStats.stages, step // cta.sStats.stages % 2
-        yield from role.wait(f"stats_full[{slot}]", parity, step)  # LOAD and TMA arrive
-        yield from role.wait("s_full", step % 2, step)  # MMA's commit arrives
-        role.fence_after()
-        p = yield from probabilities(role, cta, half, slot, step)
-        role.fence_before()
-        role.arrive("p_full", to=LEADER)  # MMA waits
-        yield from role.wait("dp_full", step % 2, step)  # MMA's commit arrives
-        role.fence_after()
-        ds = yield from differences(role, cta, half, slot, p, step)
-        yield from role.wait("dq_full", step % 2 ^ 1, step)  # MMA's commit arrives
-        yield from role.execute("stage dS", step, smem=target.bytes)
-        role.write(target, ds)
-        role.fence_proxy()
-        role.fence_before()
-        role.arrive("ds_full", to=LEADER)  # MMA waits
-        if number == 1:
-            role.arrive("dx_staged")  # RELAY waits
+    first_key, tiles = cta.first_key + cta.own_keys.start, (cta.m_min, cta.m_max)
+    m_low, m_high = unmasked_queries(first_key, config.TILE, cta.sequence, cta.window, *tiles)
+    for turn in range(cta.m_tiles):
+        masked = not m_low <= cta.m_min + turn < m_high
+        yield from step(role, cta, number, half, turn, masked)
     yield from epilogue(role, cta, half)
+
+
+def step(role: Role, cta: Cta, number: int, half: int, turn: int, masked: bool):
+    """One S to P and dP to dS. masked: not every query sees all of the CTA's keys."""
+    target = cta.sdX[0] if number else cta.sdS[0].part(cta.own_keys)
+    slot, parity = turn % cta.sStats.stages, turn // cta.sStats.stages % 2
+    yield from role.wait(f"stats_full[{slot}]", parity, turn)  # LOAD and TMA arrive
+    yield from role.wait("s_full", turn % 2, turn)  # MMA's commit arrives
+    role.fence_after()
+    p = yield from probabilities(role, cta, half, slot, turn, masked)
+    role.fence_before()
+    role.arrive("p_full", to=LEADER)  # MMA waits
+    yield from role.wait("dp_full", turn % 2, turn)  # MMA's commit arrives
+    role.fence_after()
+    ds = yield from differences(role, cta, half, slot, p, turn)
+    yield from role.wait("dq_full", turn % 2 ^ 1, turn)  # MMA's commit arrives
+    yield from role.execute("stage dS", turn, smem=target.bytes)
+    role.write(target, ds)
+    role.fence_proxy()
+    role.fence_before()
+    role.arrive("ds_full", to=LEADER)  # MMA waits
+    if number == 1:
+        role.arrive("dx_staged")  # RELAY waits
 
 
 # ---- relay ---------------------------------------------------------------------------------
@@ -404,7 +468,7 @@ def add_slice(role: Role, cta: Cta, values: torch.Tensor, m_tile: int, number: i
     role.write(cta.sdQ[0], values)
     role.fence_proxy()
     yield from role.sync("dq_slot", m_tile)
-    start = m_tile * config.TILE + cta.own_half.start
+    start = (cta.m_min + m_tile) * config.TILE + cta.own_half.start
     for half in range(2):  # of the lanes, which have the same rows and other columns
         lanes = slice(half * config.HALF, (half + 1) * config.HALF)
         column = half * cta.head_dim // 2 + number * config.SLICE

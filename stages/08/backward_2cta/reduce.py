@@ -7,6 +7,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ...common.tcgen05 import fence_after, fence_before, tmem_copy
+from ..lengths import rows_of
 from . import config
 from .relay import arrive_at_leader
 
@@ -56,29 +57,31 @@ def add_slice(reduce: cute.CopyAtom, views, rdQ: cute.Tensor, sdQ, row_block, nu
 
 
 @cute.jit
-def reduce(atom: cute.CopyAtom, mdQ, smem, tdQ, bars, where, rank, m_tiles, tidx: Int32):
+def reduce(atom: cute.CopyAtom, mdQ, smem, tdQ, bars, place, tiles, tidx: Int32):
     """Take every dQ out of tensor memory at once, then add it to global memory in slices.
 
     Runs: the 128 threads of REDUCE, converged; thread = lane: row lane % HALF of this CTA's, in the
-    upper half of the lanes the upper half of the columns. Args: atom, the TMA reduction; mdQ (sq,
-    d, h, b) Float32; tdQ ((TILE, d / 2), 1, 1) float32 in TMEM; where, (n_block, head, batch); rank
-    of this CTA. Waits: dq_full. Arrives: dq_read.
+    upper half of the lanes the upper half of the columns. Args: atom, the TMA reduction; mdQ, a
+    `ragged` Float32; tdQ ((TILE, d / 2), 1, 1) float32 in TMEM; place, (where, rank, rows); tiles,
+    (m_min, m_max). Rows beyond the sequence are not added. Waits: dq_full. Arrives: dq_read.
     """
-    _, head, batch = where
+    (_, head, batch), rank, rows = place
+    mdQ_rows = rows_of(mdQ, rows[0], rows[1], head, batch)  # (len_q, d)
     tile = (config.HALF, config.SLICE)
-    gdQ = cute.local_tile(mdQ[None, None, head, batch], tile, (None, None))  # (HALF, SLICE, 2 m, n)
+    gdQ = cute.local_tile(mdQ_rows, tile, (None, None))  # (HALF, SLICE, 2 m, n)
     sdQ, one = smem["sdQ"], cute.make_layout(1)
     views = cpasync.tma_partition(
         atom, 0, one, cute.group_modes(sdQ, 0, 2), cute.group_modes(gdQ, 0, 2)
     )  # (TMA, 2), (TMA, 2 m, d / SLICE)
-    for m_tile in cutlass.range(m_tiles, unroll=1):
-        cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), m_tile % 2)  # MMA's commit arrives
+    for step in cutlass.range(tiles[1] - tiles[0], unroll=1):
+        cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), step % 2)  # MMA's commit arrives
         fence_after()
         rdQ = load_row(tdQ, tidx)  # (d / 2,)
         fence_before()
         arrive_at_leader(bars.dq_read.data_ptr())
         for number in cutlass.range_constexpr(cute.size(rdQ) // config.SLICE):
             part = cute.local_tile(rdQ, (config.SLICE,), (number,))
-            add_slice(atom, views, part, sdQ, m_tile * config.CTAS + rank, number, tidx)
+            row_block = (tiles[0] + step) * config.CTAS + rank
+            add_slice(atom, views, part, sdQ, row_block, number, tidx)
     if cute.arch.make_warp_uniform(tidx // 32) == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
