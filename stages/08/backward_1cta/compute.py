@@ -8,6 +8,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from ...common import arith
 from ...common.tcgen05 import fence_after, fence_before, tmem_copy
+from ..mask import hide, unmasked_queries, visible_queries
 from . import config
 from .epilogue import epilogue
 from .mma import position, ring
@@ -44,15 +45,28 @@ def store_columns(rX: cute.Tensor, tX: cute.Tensor, part, tidx: Int32):
 
 
 @cute.jit
-def probabilities(tS, tP, rP: cute.Tensor, sLSE: cute.Tensor, scale_log2: Float32, tidx: Int32):
+def probabilities(
+    tS,
+    tP,
+    rP,
+    sLSE: cute.Tensor,
+    scale_log2: Float32,
+    queries,
+    masked: cutlass.Constexpr,
+    tidx: Int32,
+):
     """P = exp2(scale S - LSE) of this thread's key, in registers and tensor memory.
 
     Runs: 128 threads, converged; thread = lane = key. Args: tS ((TILE, HALF), 1, 1) float32, tP
     ((TILE, 16), 1, HALF / 16) 16-bit in TMEM, overlapping; rP (HALF,) Float32, written; sLSE
-    (HALF,) Float32 shared, log2 units. The caller has waited for S. P takes columns of S that this
-    thread has read: all are, before the first is written. Numerics: float32, MUFU.
+    (HALF,) Float32 shared, log2 units, +inf where a query sees nothing; queries, (first, last) of
+    the columns that see the key; masked, whether any may not. The caller has waited for S. P takes
+    columns of S that this thread has read: all are, before the first is written. Numerics: float32,
+    MUFU.
     """
     load_columns(tS, rP, 0, tidx)
+    if cutlass.const_expr(masked):
+        hide(rP, queries[0], queries[1])
     for part in cutlass.range_constexpr(config.HALF // config.CHUNK):
         rLSE = cute.make_rmem_tensor((config.CHUNK,), Float32)
         cute.autovec_copy(cute.local_tile(sLSE, (config.CHUNK,), (part,)), rLSE)
@@ -96,33 +110,71 @@ def differences(tdP, tdS, rP: cute.Tensor, sD: cute.Tensor, sdS: cute.Tensor, ti
 
 
 @cute.jit
-def compute(half, smem, tmem, bars, outputs, scales, where, m_tiles, key_tiles, tidx: Int32):
-    """Turn S into P and dP into dS for half of each tile's queries; then write half of dV and dK.
+def step(turn, half, smem, tmem, bars, scale_log2: Float32, key_tiles, bounds, masked, tidx: Int32):
+    """Turn S into P and dP into dS for half of the queries of a tile. Runs: as compute.
 
-    Runs: the 128 threads of COMPUTE0 or COMPUTE1, converged; thread = lane = key. Args: half, 0 or
-    1; smem, tmem by name; outputs, see epilogue; scales, (scale_log2, softmax_scale); tidx in the
-    warpgroup. Waits: q_full, s_full, dp_full. Arrives: p_full, ds_full, where MMA waits. sdS is
-    free when dP is there: MMA commits dP after the dQ that read it.
+    Args: turn, how many steps were before; bounds, (first, last) query that sees this thread's
+    first key, counted from the first visited tile on; masked, whether some may not, static.
     """
     tS, tP, tdP, tdS = tmem["half"](half)
     rP = cute.make_rmem_tensor((config.HALF,), Float32)
-    for step in cutlass.range(m_tiles * key_tiles, unroll=1):
-        m_tile, key_tile = position(step, key_tiles)
-        slot, parity = ring(m_tile, cute.size(smem["sQ"], mode=[3]))
-        sLSE = cute.local_tile(smem["sStats"][0, None, slot], (config.HALF,), (half,))
-        sD = cute.local_tile(smem["sStats"][1, None, slot], (config.HALF,), (half,))
-        if key_tile == 0:
-            cute.arch.mbarrier_wait(bars.q_full.data_ptr() + slot, parity)  # LOAD and TMA arrive
-        cute.arch.mbarrier_wait(bars.s_full.data_ptr(), step % 2)  # MMA's commit arrives
-        fence_after()
-        probabilities(tS, tP, rP, sLSE, scales[0], tidx)
-        fence_before()
-        cute.arch.mbarrier_arrive(bars.p_full.data_ptr())  # MMA waits
-        cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), step % 2)  # MMA's commit arrives
-        fence_after()
-        sdS = cute.local_tile(smem["sdS_rows"][tidx, None, key_tile], (config.HALF,), (half,))
-        differences(tdP, tdS, rP, sD, sdS, tidx)
-        cute.arch.fence_proxy("async.shared", space="cta")  # sdS: written by threads, read by MMA
-        fence_before()
-        cute.arch.mbarrier_arrive(bars.ds_full.data_ptr())  # MMA waits
-    epilogue(half, smem, tmem, bars, outputs, scales[1], where, key_tiles, tidx)
+    m_tile, key_tile = position(turn, key_tiles)
+    slot, parity = ring(m_tile, cute.size(smem["sQ"], mode=[3]))
+    sLSE = cute.local_tile(smem["sStats"][0, None, slot], (config.HALF,), (half,))
+    sD = cute.local_tile(smem["sStats"][1, None, slot], (config.HALF,), (half,))
+    queries = None
+    if cutlass.const_expr(masked):
+        queries = columns(bounds, m_tile * config.TILE + half * config.HALF, key_tile * config.TILE)
+    if key_tile == 0:
+        cute.arch.mbarrier_wait(bars.q_full.data_ptr() + slot, parity)  # LOAD and TMA arrive
+    cute.arch.mbarrier_wait(bars.s_full.data_ptr(), turn % 2)  # MMA's commit arrives
+    fence_after()
+    probabilities(tS, tP, rP, sLSE, scale_log2, queries, masked, tidx)
+    fence_before()
+    cute.arch.mbarrier_arrive(bars.p_full.data_ptr())  # MMA waits
+    cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), turn % 2)  # MMA's commit arrives
+    fence_after()
+    sdS = cute.local_tile(smem["sdS_rows"][tidx, None, key_tile], (config.HALF,), (half,))
+    differences(tdP, tdS, rP, sD, sdS, tidx)
+    cute.arch.fence_proxy("async.shared", space="cta")  # sdS: written by threads, read by MMA
+    fence_before()
+    cute.arch.mbarrier_arrive(bars.ds_full.data_ptr())  # MMA waits
+
+
+@cute.jit
+def columns(bounds, before: Int32, further: Int32):
+    """(first, last) of the columns, `before` queries further on, that see a key `further` on.
+
+    Runs: any thread. Args: bounds, (first, last, keys that are there from this one on). No one sees
+    a key that is not there.
+    """
+    first, last, keys = bounds
+    shift = further - before
+    return first + shift, (last + shift if further < keys else Int32(-1))
+
+
+@cute.jit
+def compute(half, smem, tmem, bars, outputs, scales, place, tiles, window, tidx: Int32):
+    """Turn S into P and dP into dS for half of each tile's queries; then write half of dV and dK.
+
+    Runs: the 128 threads of COMPUTE0 or COMPUTE1, converged; thread = lane = key. Args: half, 0 or
+    1; smem, tmem by name; outputs, see epilogue; scales, (scale_log2, softmax_scale); place,
+    (where, rows, key_tiles); tiles, (m_min, m_max), of which those with a mask come first and last;
+    window, (left, right); tidx in the warpgroup. Waits: q_full, s_full, dp_full. Arrives: p_full,
+    ds_full, where MMA waits. sdS is free when dP is there: MMA commits dP after the dQ that read
+    it.
+    """
+    where, rows, key_tiles = place
+    lengths, (m_min, m_max) = (rows[1], rows[3]), tiles
+    unit = config.KEY_TILES[cute.size(outputs[0][1], mode=[1])] * config.TILE
+    first_key, keys = where[0] * unit, key_tiles * config.TILE
+    m_low, m_high = unmasked_queries(first_key, keys, lengths, window, m_min, m_max)
+    first, last = visible_queries(first_key + tidx, lengths, window)
+    before = m_min * config.TILE
+    bounds = (first - before, last - before, rows[3] - first_key - tidx)
+    parts = ((m_min, m_low, True), (m_low, m_high, False), (m_high, m_max, True))
+    for start, stop, masked in parts:
+        first_turn, turns = (start - m_min) * key_tiles, (stop - m_min) * key_tiles
+        for turn in cutlass.range(first_turn, turns, unroll=1):
+            step(turn, half, smem, tmem, bars, scales[0], key_tiles, bounds, masked, tidx)
+    epilogue(half, smem, tmem, bars, outputs, scales[1], place, tidx)

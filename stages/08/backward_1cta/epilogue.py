@@ -7,6 +7,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ...common.tcgen05 import fence_after, fence_before, tmem_copy
+from ..lengths import rows_of
 from . import config
 
 
@@ -35,15 +36,15 @@ def stage_block(tD: cute.Tensor, first, scale: Float32, sD: cute.Tensor, tidx: I
 
 
 @cute.jit
-def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, key_tiles, tidx: Int32):
+def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, place, tidx: Int32):
     """Stage this warpgroup's block of dV or dK and write it to global memory by TMA.
 
     Runs: both warpgroups; the first warp of each issues. Args: sD (TILE, HALF, 2) shared; output,
-    (the TMA atom, its tensor (sk, d, h, b)); where, (n_block, head, batch). The block is half of
-    the columns, or with two key tiles one of them.
+    (the TMA atom, its tensor, a `ragged` one); place, (where, rows, key_tiles). The block is half
+    of the columns, or with two key tiles one of them. Rows beyond the sequence are not written.
     """
     store, mD = output
-    n_block, head, batch = where
+    (n_block, head, batch), rows, key_tiles = place
     head_dim = cute.size(mD, mode=[1])
     there = half * config.HALF < key_tiles * head_dim
     if there:
@@ -52,9 +53,8 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, key_ti
     fence_before()
     cute.arch.barrier(barrier_id=2, number_of_threads=256)  # staged: all wait for all
     tile = (config.TILE, config.HALF)
-    gD = cute.local_tile(
-        mD[None, None, head, batch], tile, (None, None)
-    )  # (TILE, HALF, n, d / HALF)
+    mD_rows = rows_of(mD, rows[2], rows[3], head, batch)  # (len_k, d)
+    gD = cute.local_tile(mD_rows, tile, (None, None))  # (TILE, HALF, n, d / HALF)
     tDsD, tDgD = cpasync.tma_partition(
         store, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
     )  # (TMA, 2), (TMA, n, d / HALF)
@@ -66,9 +66,7 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, key_ti
 
 
 @cute.jit
-def epilogue(
-    half, smem, tmem, bars, outputs, softmax_scale: Float32, where, key_tiles, tidx: Int32
-):
+def epilogue(half, smem, tmem, bars, outputs, softmax_scale: Float32, place, tidx: Int32):
     """Write dV as soon as it is complete, then dK.
 
     Runs: COMPUTE0 or COMPUTE1, converged. Args: smem, tmem by name; outputs, (dV's, dK's) as in
@@ -77,10 +75,10 @@ def epilogue(
     cute.arch.mbarrier_wait(bars.dv_full.data_ptr(), 0)  # MMA's commit arrives
     fence_after()
     one, (dv, dk) = Float32(1.0), outputs
-    store_block(half, tmem["dV_all"], one, smem["sdV"], dv, where, key_tiles, tidx)
+    store_block(half, tmem["dV_all"], one, smem["sdV"], dv, place, tidx)
     cute.arch.mbarrier_wait(bars.dk_full.data_ptr(), 0)  # MMA's commit arrives
     fence_after()
-    store_block(half, tmem["dK_all"], softmax_scale, smem["sdK"], dk, where, key_tiles, tidx)
+    store_block(half, tmem["dK_all"], softmax_scale, smem["sdK"], dk, place, tidx)
     fence_before()
     cute.arch.mbarrier_arrive(bars.dkv_read.data_ptr())  # MMA waits
     if cute.arch.make_warp_uniform(tidx // 32) == 0:

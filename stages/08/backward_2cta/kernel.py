@@ -197,7 +197,18 @@ def backward_kernel(
     tiles = visited_queries(where[0] * unit, unit, (rows[1], rows[3]), window)
     if tiles[0] < tiles[1]:
         by_role(
-            atoms, tensors, layouts, scales, where, rank, rows, given, tiles, window, head_dim, dtype
+            atoms,
+            tensors,
+            layouts,
+            scales,
+            where,
+            rank,
+            rows,
+            given,
+            tiles,
+            window,
+            head_dim,
+            dtype,
         )
 
 
@@ -248,7 +259,9 @@ def by_role(
         cute.arch.setmaxregister_increase(config.REGISTERS["compute"])
         number, lane = (warp - config.COMPUTE0.start) // 4, tidx % 128
         outputs = [(atoms[name], tensors[name]) for name in ("dV", "dK")]
-        compute(number, smem, tmem, bars, outputs, scales, (where, rank), given, tiles, window, lane)
+        compute(
+            number, smem, tmem, bars, outputs, scales, (where, rank), given, tiles, window, lane
+        )
     else:
         cute.arch.setmaxregister_decrease(config.REGISTERS["reduce"])
         place = (where, rank, rows)
