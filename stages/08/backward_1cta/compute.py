@@ -8,8 +8,10 @@ from cutlass.cute.nvgpu import tcgen05
 
 from ...common import arith
 from ...common.tcgen05 import fence_after, fence_before, tmem_copy
+from ..lengths import sequence
+from ..mask import hide, unmasked_queries, visible_queries
 from . import config
-from .epilogue import epilogue
+from .epilogue import epilogue, place
 from .mma import position, ring
 
 
@@ -44,15 +46,21 @@ def store_columns(rX: cute.Tensor, tX: cute.Tensor, part, tidx: Int32):
 
 
 @cute.jit
-def probabilities(tS, tP, rP: cute.Tensor, sLSE: cute.Tensor, scale_log2: Float32, tidx: Int32):
+def probabilities(
+    tS, tP, rP, sLSE: cute.Tensor, scale_log2: Float32, queries, masked, tidx: Int32
+):
     """P = exp2(scale S - LSE) of this thread's key, in registers and tensor memory.
 
     Runs: 128 threads, converged; thread = lane = key. Args: tS ((TILE, HALF), 1, 1) float32, tP
     ((TILE, 16), 1, HALF / 16) 16-bit in TMEM, overlapping; rP (HALF,) Float32, written; sLSE
-    (HALF,) Float32 shared, log2 units. The caller has waited for S. P takes columns of S that this
-    thread has read: all are, before the first is written. Numerics: float32, MUFU.
+    (HALF,) Float32 shared, log2 units, +inf where a query sees nothing; queries, (first, last) of
+    the columns that see the key; masked, whether any do not, static. The caller has waited for S. P
+    takes columns of S that this thread has read: all are, before the first is written. Numerics:
+    float32, MUFU.
     """
     load_columns(tS, rP, 0, tidx)
+    if cutlass.const_expr(masked):
+        hide(rP, queries[0], queries[1])
     for part in cutlass.range_constexpr(config.HALF // config.CHUNK):
         rLSE = cute.make_rmem_tensor((config.CHUNK,), Float32)
         cute.autovec_copy(cute.local_tile(sLSE, (config.CHUNK,), (part,)), rLSE)
@@ -96,33 +104,88 @@ def differences(tdP, tdS, rP: cute.Tensor, sD: cute.Tensor, sdS: cute.Tensor, ti
 
 
 @cute.jit
-def compute(half, smem, tmem, bars, outputs, scales, where, m_tiles, key_tiles, tidx: Int32):
-    """Turn S into P and dP into dS for half of each tile's queries; then write half of dV and dK.
+def step(turn, half, smem, tmem, bars, scale_log2: Float32, key_tiles, queries, masked, tidx: Int32):
+    """Turn S into P and dP into dS for half of the queries of a tile. Runs: as compute.
 
-    Runs: the 128 threads of COMPUTE0 or COMPUTE1, converged; thread = lane = key. Args: half, 0 or
-    1; smem, tmem by name; outputs, see epilogue; scales, (scale_log2, softmax_scale); tidx in the
-    warpgroup. Waits: q_full, s_full, dp_full. Arrives: p_full, ds_full, where MMA waits. sdS is
-    free when dP is there: MMA commits dP after the dQ that read it.
+    Args: turn, how many pairs of tiles were before; queries, (first, last) that see this thread's
+    key of the first key tile, counted from the first query tile; masked, whether some of this tile
+    do not see all of the CTA's keys, static.
     """
     tS, tP, tdP, tdS = tmem["half"](half)
     rP = cute.make_rmem_tensor((config.HALF,), Float32)
-    for step in cutlass.range(m_tiles * key_tiles, unroll=1):
-        m_tile, key_tile = position(step, key_tiles)
-        slot, parity = ring(m_tile, cute.size(smem["sQ"], mode=[3]))
-        sLSE = cute.local_tile(smem["sStats"][0, None, slot], (config.HALF,), (half,))
-        sD = cute.local_tile(smem["sStats"][1, None, slot], (config.HALF,), (half,))
-        if key_tile == 0:
-            cute.arch.mbarrier_wait(bars.q_full.data_ptr() + slot, parity)  # LOAD and TMA arrive
-        cute.arch.mbarrier_wait(bars.s_full.data_ptr(), step % 2)  # MMA's commit arrives
-        fence_after()
-        probabilities(tS, tP, rP, sLSE, scales[0], tidx)
-        fence_before()
-        cute.arch.mbarrier_arrive(bars.p_full.data_ptr())  # MMA waits
-        cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), step % 2)  # MMA's commit arrives
-        fence_after()
-        sdS = cute.local_tile(smem["sdS_rows"][tidx, None, key_tile], (config.HALF,), (half,))
-        differences(tdP, tdS, rP, sD, sdS, tidx)
-        cute.arch.fence_proxy("async.shared", space="cta")  # sdS: written by threads, read by MMA
-        fence_before()
-        cute.arch.mbarrier_arrive(bars.ds_full.data_ptr())  # MMA waits
-    epilogue(half, smem, tmem, bars, outputs, scales[1], where, key_tiles, tidx)
+    m_tile, key_tile = position(turn, key_tiles)
+    slot, parity = ring(m_tile, cute.size(smem["sQ"], mode=[3]))
+    sLSE = cute.local_tile(smem["sStats"][0, None, slot], (config.HALF,), (half,))
+    sD = cute.local_tile(smem["sStats"][1, None, slot], (config.HALF,), (half,))
+    columns = None
+    if cutlass.const_expr(masked):
+        columns = seen_columns(queries, m_tile, half, key_tile)
+    if key_tile == 0:
+        cute.arch.mbarrier_wait(bars.q_full.data_ptr() + slot, parity)  # LOAD and TMA arrive
+    cute.arch.mbarrier_wait(bars.s_full.data_ptr(), turn % 2)  # MMA's commit arrives
+    fence_after()
+    probabilities(tS, tP, rP, sLSE, scale_log2, columns, masked, tidx)
+    fence_before()
+    cute.arch.mbarrier_arrive(bars.p_full.data_ptr())  # MMA waits
+    cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), turn % 2)  # MMA's commit arrives
+    fence_after()
+    sdS = cute.local_tile(smem["sdS_rows"][tidx, None, key_tile], (config.HALF,), (half,))
+    differences(tdP, tdS, rP, sD, sdS, tidx)
+    cute.arch.fence_proxy("async.shared", space="cta")  # sdS: written by threads, read by MMA
+    fence_before()
+    cute.arch.mbarrier_arrive(bars.ds_full.data_ptr())  # MMA waits
+
+
+@cute.jit
+def seen_by(given, head_dim: cutlass.Constexpr, m_min, tidx: Int32):
+    """(first query, last query, keys) of this thread's key of the first key tile.
+
+    Runs: as compute. Queries that see it, before the ends of the sequence, counted from query tile
+    m_min on; keys, how many of the sequence there are from it on. Anew for each loop: over the one
+    between them it would take registers.
+    """
+    sizes, lengths, window = given
+    where = place(sizes)
+    _, len_q, _, len_k = sequence(lengths, where[2], sizes[2], sizes[3])
+    key = where[0] * config.KEY_TILES[head_dim] * config.TILE + tidx
+    first, last = visible_queries(key, (len_q, len_k), window)
+    before = m_min * config.TILE
+    return first - before, last - before, len_k - key
+
+
+@cute.jit
+def seen_columns(queries, m_tile, half, key_tile):
+    """(first, last) column of a half tile whose query sees this thread's key of a key tile."""
+    first, last, keys = queries
+    skipped = key_tile * config.TILE  # keys, each of which sees one query more and one less
+    before = m_tile * config.TILE + half * config.HALF - skipped
+    last = last - before if skipped < keys else Int32(-1)  # no one sees a key that is not there
+    return first - before, last
+
+
+@cute.jit
+def compute(half, smem, tmem, bars, outputs, scales, given, tiles, key_tiles, tidx: Int32):
+    """Turn S into P and dP into dS for half of each tile's queries; then write half of dV and dK.
+
+    Runs: the 128 threads of COMPUTE0 or COMPUTE1, converged; thread = lane = key. Args: half, 0 or
+    1; smem, tmem by name; outputs, see epilogue; scales, (scale_log2, softmax_scale); given,
+    (sizes, lengths, window) of the kernel; tiles, (m_min, m_max), of which those with a mask come
+    first and last; key_tiles of this CTA; tidx in the warpgroup. Waits: q_full, s_full, dp_full.
+    Arrives: p_full, ds_full, where MMA waits. sdS is free when dP is there: MMA commits dP after
+    the dQ that read it.
+    """
+    (sizes, lengths, window), (m_min, m_max) = given, tiles
+    head_dim = cute.size(smem["sK"], mode=[2]) * 16
+    where, keys = place(sizes), key_tiles * config.TILE
+    rows = sequence(lengths, where[2], sizes[2], sizes[3])
+    first_key = where[0] * config.KEY_TILES[head_dim] * config.TILE
+    m_low, m_high = unmasked_queries(first_key, keys, (rows[1], rows[3]), window, m_min, m_max)
+    uniform = cute.arch.make_warp_uniform
+    low, high, end = (uniform((m_tile - m_min) * key_tiles) for m_tile in (m_low, m_high, m_max))
+    for start, stop, masked in ((Int32(0), low, True), (low, high, False), (high, end, True)):
+        queries = None
+        if cutlass.const_expr(masked):
+            queries = seen_by(given, head_dim, m_min, tidx)
+        for turn in cutlass.range(start, stop, unroll=1):
+            step(turn, half, smem, tmem, bars, scales[0], key_tiles, queries, masked, tidx)
+    epilogue(half, smem, tmem, bars, outputs, scales[1], sizes, lengths, key_tiles, tidx)

@@ -7,7 +7,20 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ...common.tcgen05 import fence_after, fence_before, tmem_copy
+from ..lengths import rows_of, sequence
 from . import config
+
+
+@cute.jit
+def place(sizes):
+    """(n_block, head, batch) of this CTA. Runs: whole warps.
+
+    The 1-D grid counts units of KEY_TILES key tiles fastest, then heads, then batch. Args: sizes,
+    (units, heads, sq, sk). Computed anew at each call: the compiler keeps nothing.
+    """
+    block = cute.arch.make_warp_uniform(cute.arch.block_idx()[0])
+    units, heads = sizes[0], sizes[1]
+    return block % units, block // units % heads, block // units // heads
 
 
 @cute.jit
@@ -35,12 +48,15 @@ def stage_block(tD: cute.Tensor, first, scale: Float32, sD: cute.Tensor, tidx: I
 
 
 @cute.jit
-def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, key_tiles, tidx: Int32):
+def store_block(
+    half, tD, scale: Float32, sD: cute.Tensor, output, where, rows, key_tiles, tidx: Int32
+):
     """Stage this warpgroup's block of dV or dK and write it to global memory by TMA.
 
     Runs: both warpgroups; the first warp of each issues. Args: sD (TILE, HALF, 2) shared; output,
-    (the TMA atom, its tensor (sk, d, h, b)); where, (n_block, head, batch). The block is half of
-    the columns, or with two key tiles one of them.
+    (the TMA atom, its tensor, a `ragged` one); where, (n_block, head, batch); rows, see `sequence`.
+    The block is half of the columns, or with two key tiles one of them. Rows beyond the sequence
+    are not written.
     """
     store, mD = output
     n_block, head, batch = where
@@ -51,10 +67,9 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, key_ti
     cute.arch.fence_proxy("async.shared", space="cta")  # sD: written by threads, read by TMA
     fence_before()
     cute.arch.barrier(barrier_id=2, number_of_threads=256)  # staged: all wait for all
+    mD_rows = rows_of(mD, rows[2], rows[3], head, batch)  # (len_k, d)
     tile = (config.TILE, config.HALF)
-    gD = cute.local_tile(
-        mD[None, None, head, batch], tile, (None, None)
-    )  # (TILE, HALF, n, d / HALF)
+    gD = cute.local_tile(mD_rows, tile, (None, None))  # (TILE, HALF, n, d / HALF)
     tDsD, tDgD = cpasync.tma_partition(
         store, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
     )  # (TMA, 2), (TMA, n, d / HALF)
@@ -67,7 +82,7 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, where, key_ti
 
 @cute.jit
 def epilogue(
-    half, smem, tmem, bars, outputs, softmax_scale: Float32, where, key_tiles, tidx: Int32
+    half, smem, tmem, bars, outputs, softmax_scale: Float32, sizes, lengths, key_tiles, tidx: Int32
 ):
     """Write dV as soon as it is complete, then dK.
 
@@ -76,11 +91,13 @@ def epilogue(
     """
     cute.arch.mbarrier_wait(bars.dv_full.data_ptr(), 0)  # MMA's commit arrives
     fence_after()
+    where = place(sizes)  # anew, as the rows: in the loop they would take registers
+    rows = sequence(lengths, where[2], sizes[2], sizes[3])
     one, (dv, dk) = Float32(1.0), outputs
-    store_block(half, tmem["dV_all"], one, smem["sdV"], dv, where, key_tiles, tidx)
+    store_block(half, tmem["dV_all"], one, smem["sdV"], dv, where, rows, key_tiles, tidx)
     cute.arch.mbarrier_wait(bars.dk_full.data_ptr(), 0)  # MMA's commit arrives
     fence_after()
-    store_block(half, tmem["dK_all"], softmax_scale, smem["sdK"], dk, where, key_tiles, tidx)
+    store_block(half, tmem["dK_all"], softmax_scale, smem["sdK"], dk, where, rows, key_tiles, tidx)
     fence_before()
     cute.arch.mbarrier_arrive(bars.dkv_read.data_ptr())  # MMA waits
     if cute.arch.make_warp_uniform(tidx // 32) == 0:

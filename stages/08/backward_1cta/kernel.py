@@ -11,11 +11,13 @@ from ...common.tcgen05 import (
     fence_after,
     fence_before,
     operand_layout,
-    permuted,
     tma_load,
 )
+from ..lengths import ragged, sequence
+from ..mask import visited_queries
 from . import config
 from .compute import compute
+from .epilogue import place
 from .load import load
 from .mma import make_mmas, mma
 from .reduce import reduce
@@ -94,50 +96,48 @@ def backward(
     mdV: cute.Tensor,
     scale_log2: Float32,
     softmax_scale: Float32,
+    lengths: Int64,
+    batch: Int32,
+    max_seqlen_q: Int32,
+    max_seqlen_k: Int32,
+    left: Int32,
+    right: Int32,
     stream,
 ):
-    """Launch the backward pass over tiles of keys; with two a CTA the last may have one.
+    """Launch the backward pass over the key tiles of every sequence.
 
     Runs: host. Args: mQ, mdO (b, sq, h, d), mK, mV, mdK, mdV (b, sk, h, d) bf16 or fp16, d static;
-    mStats (b, h, sq / TILE, 2, TILE) Float32: LSE * log2(e), then the sum of O * dO less dLSE;
-    mdQ_accum (b, sq, h, d) Float32, added to; softmax_scale, scale_log2 = softmax_scale * log2(e);
-    stream. What is allowed is in config.ENVELOPE and was checked before.
+    mStats (b, h, tiles, 2, TILE) Float32, see preprocess; mdQ_accum (b, sq, h, d) Float32, added
+    to; of packed sequences, which lie one after the other, b is 1; softmax_scale, scale_log2 =
+    softmax_scale * log2(e); lengths, see `sequence`; batch, how many sequences; max_seqlen_k, no
+    one has more keys; left, right, see mask.py; stream. Keys of a whole CTA that no query sees get
+    neither dK nor dV: the host has filled them in. What is allowed is in config.ENVELOPE and was
+    checked before.
     """
-    _, seqlen_q, heads, head_dim = mQ.shape
+    heads, head_dim = mQ.shape[2], mQ.shape[3]
     dtype, layouts = mQ.element_type, operand_layouts(mQ.element_type, mQ.shape[3])
     mma_s, _, _ = make_mmas(dtype, head_dim)
     tile = (config.TILE, config.TILE, head_dim)
-    by_rows = [1, 3, 2, 0]  # (s, d, h, b)
-    made = {
-        "K": tma_load(mma_s, "A", permuted(mK, by_rows), layouts["sK"], tile),
-        "V": tma_load(mma_s, "A", permuted(mV, by_rows), layouts["sV"], tile),
-        "Q": tma_load(mma_s, "B", permuted(mQ, by_rows), layouts["sQ"], tile),
-        "dO": tma_load(mma_s, "B", permuted(mdO, by_rows), layouts["sdO"], tile),
+    add, store = cpasync.CopyReduceBulkTensorTileS2GOp(), cpasync.CopyBulkTensorTileS2GOp()
+    made = {  # tensors (s, d, h, b, 1 + s)
+        "K": tma_load(mma_s, "A", ragged(mK), layouts["sK"], tile),
+        "V": tma_load(mma_s, "A", ragged(mV), layouts["sV"], tile),
+        "Q": tma_load(mma_s, "B", ragged(mQ), layouts["sQ"], tile),
+        "dO": tma_load(mma_s, "B", ragged(mdO), layouts["sdO"], tile),
         "stats": load_statistics(mStats),
-        "dQ": copy_of_rows(
-            cpasync.CopyReduceBulkTensorTileS2GOp(), permuted(mdQ_accum, by_rows), layouts["sdQ"]
-        ),
-        "dV": copy_of_rows(
-            cpasync.CopyBulkTensorTileS2GOp(), permuted(mdV, by_rows), layouts["sdV"]
-        ),
-        "dK": copy_of_rows(
-            cpasync.CopyBulkTensorTileS2GOp(), permuted(mdK, by_rows), layouts["sdK"]
-        ),
+        "dQ": copy_of_rows(add, ragged(mdQ_accum), layouts["sdQ"]),
+        "dV": copy_of_rows(store, ragged(mdV), layouts["sdV"]),
+        "dK": copy_of_rows(store, ragged(mdK), layouts["sdK"]),
     }
     atoms = {name: atom for name, (atom, _) in made.items()}
     tensors = {name: tensor for name, (_, tensor) in made.items()}
-    n_tiles = mK.shape[1] // config.TILE
-    units = cute.ceil_div(n_tiles, config.KEY_TILES[head_dim])
+    units = cute.ceil_div(max_seqlen_k, config.KEY_TILES[head_dim] * config.TILE)
+    sizes = (units, heads, mQ.shape[1], mK.shape[1])
+    scales, window = (scale_log2, softmax_scale), (left, right)
     backward_kernel(
-        atoms,
-        tensors,
-        layouts,
-        (scale_log2, softmax_scale),
-        (seqlen_q // config.TILE, n_tiles, heads),
-        head_dim,
-        dtype,
+        atoms, tensors, layouts, scales, sizes, lengths, window, head_dim, dtype
     ).launch(
-        grid=(units * heads * mQ.shape[0], 1, 1),
+        grid=(units * heads * batch, 1, 1),
         block=(config.plan(head_dim).threads, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
@@ -159,7 +159,7 @@ def load_statistics(mStats: cute.Tensor):
 
 
 def copy_of_rows(op, mX: cute.Tensor, layout):
-    """TMA atom and tensor that copy a slot of `rows_layout` to mX (s, d, h, b). Runs: trace."""
+    """TMA atom and tensor that copy a slot of `rows_layout` to mX, `ragged`. Runs: trace."""
     slot = cute.select(layout, mode=[0, 1])
     return cpasync.make_tiled_tma_atom(
         op, mX, slot, tuple(cute.product_each(layout.outer.shape)[:2])
@@ -173,22 +173,61 @@ def backward_kernel(
     layouts,
     scales,
     sizes,
+    lengths: Int64,
+    window,
     head_dim: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
-    """One CTA: its key tiles against all queries of their head, from the first to the last.
+    """One CTA: its key tiles against the query tiles that see them, from the first to the last.
 
     Runs: 512 threads, by role. The 1-D grid counts units of KEY_TILES key tiles fastest, then
     heads, then batch. Args: atoms, tensors, layouts by name; scales, (scale_log2, softmax_scale);
-    sizes, (m_tiles, n_tiles, heads).
+    sizes, (units, heads, sq, sk); lengths, see `sequence`; window, (left, right).
+    """
+    where = place(sizes)
+    rows = sequence(lengths, where[2], sizes[2], sizes[3])
+    unit = config.KEY_TILES[head_dim] * config.TILE
+    tiles = visited_queries(where[0] * unit, unit, (rows[1], rows[3]), window)
+    if tiles[0] < tiles[1]:
+        by_role(
+            atoms,
+            tensors,
+            layouts,
+            scales,
+            sizes,
+            lengths,
+            where,
+            rows,
+            tiles,
+            window,
+            head_dim,
+            dtype,
+        )
+
+
+@cute.jit
+def by_role(
+    atoms,
+    tensors,
+    layouts,
+    scales,
+    sizes,
+    lengths: Int64,
+    where,
+    rows,
+    tiles,
+    window,
+    head_dim: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+):
+    """Shared and tensor memory of a CTA, and its roles.
+
+    Runs: 512 threads. Args: where, (n_block, head, batch); rows of the sequence, see `sequence`;
+    tiles, the query tiles (m_min, m_max) to visit, at least one.
     """
     tidx, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    block, _, _ = cute.arch.block_idx()
-    m_tiles, n_tiles, heads = sizes
-    units = cute.ceil_div(n_tiles, config.KEY_TILES[head_dim])
-    where = (block % units, block // units % heads, block // units // heads)
-    key_tiles = tiles_of(where[0], n_tiles, head_dim)
+    m_tiles, key_tiles = tiles[1] - tiles[0], tiles_of(where[0], rows[3], head_dim)
 
     allocator = cutlass.memory.SmemAllocator()
     bars = allocator.allocate(shared_storage(head_dim))
@@ -206,7 +245,7 @@ def backward_kernel(
     if warp >= config.MMA:
         cute.arch.setmaxregister_decrease(config.REGISTERS["other"])
         if warp == config.LOAD:
-            load(atoms, tensors, smem, bars, where, m_tiles, key_tiles, head_dim)
+            load(atoms, tensors, smem, bars, where, rows, tiles, key_tiles, head_dim)
         elif warp == config.MMA:
             mma(smem, tmem, bars, m_tiles, key_tiles)
             cute.arch.mbarrier_wait(bars.dq_read.data_ptr(), (m_tiles - 1) % 2)  # REDUCE arrives
@@ -217,17 +256,18 @@ def backward_kernel(
         cute.arch.setmaxregister_increase(config.REGISTERS["compute"])
         half, lane = (warp - config.COMPUTE0.start) // 4, tidx % 128
         outputs = [(atoms[name], tensors[name]) for name in ("dV", "dK")]
-        compute(half, smem, tmem, bars, outputs, scales, where, m_tiles, key_tiles, lane)
+        given = (sizes, lengths, window)
+        compute(half, smem, tmem, bars, outputs, scales, given, tiles, key_tiles, lane)
     else:
         cute.arch.setmaxregister_increase(config.REGISTERS["reduce"])
-        reduce(atoms["dQ"], tensors["dQ"], smem, tmem["dQ"], bars, where, m_tiles, tidx)
+        reduce(atoms["dQ"], tensors["dQ"], smem, tmem["dQ"], bars, where, rows, tiles, tidx)
 
 
-def tiles_of(n_block, n_tiles, head_dim: int):
-    """Key tiles of a CTA: KEY_TILES, or one in the last CTA of an odd number. Runs: trace."""
+def tiles_of(n_block, len_k, head_dim: int):
+    """Key tiles of a CTA: KEY_TILES, or one at the end of a sequence. Runs: trace."""
     if config.KEY_TILES[head_dim] == 1:
         return 1
-    left = n_tiles - n_block * config.KEY_TILES[head_dim]
+    left = cute.ceil_div(len_k, config.TILE) - n_block * config.KEY_TILES[head_dim]
     return cutlass.min(left, Int32(config.KEY_TILES[head_dim]))
 
 

@@ -7,6 +7,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ...common.tcgen05 import fence_after, fence_before, tmem_copy
+from ..lengths import rows_of
 from . import config
 
 
@@ -52,22 +53,24 @@ def add_slice(reduce: cute.CopyAtom, views, rdQ: cute.Tensor, sdQ, m_tile, numbe
 
 
 @cute.jit
-def reduce(atom: cute.CopyAtom, mdQ: cute.Tensor, smem, tdQ, bars, where, m_tiles, tidx: Int32):
+def reduce(atom: cute.CopyAtom, mdQ, smem, tdQ, bars, where, rows, tiles, tidx: Int32):
     """Take every dQ out of tensor memory at once, then add it to global memory in slices.
 
     Runs: the 128 threads of REDUCE, converged; thread = lane = query. Args: atom, the TMA
-    reduction; mdQ (sq, d, h, b) Float32; tdQ ((TILE, d), 1, 1) float32 in TMEM; where, (n_block,
-    head, batch). Waits: dq_full. Arrives: dq_read, where MMA waits.
+    reduction; mdQ, a `ragged` Float32; tdQ ((TILE, d), 1, 1) float32 in TMEM; where, (n_block,
+    head, batch); rows, see `sequence`; tiles, (m_min, m_max). Rows beyond the sequence are not
+    added. Waits: dq_full. Arrives: dq_read, where MMA waits.
     """
     _, head, batch = where
+    mdQ_rows = rows_of(mdQ, rows[0], rows[1], head, batch)  # (len_q, d)
     tile = (config.TILE, config.SLICE)
-    gdQ = cute.local_tile(mdQ[None, None, head, batch], tile, (None, None))  # (TILE, SLICE, m, n)
+    gdQ = cute.local_tile(mdQ_rows, tile, (None, None))  # (TILE, SLICE, m, n)
     sdQ, one = smem["sdQ"], cute.make_layout(1)
     views = cpasync.tma_partition(
         atom, 0, one, cute.group_modes(sdQ, 0, 2), cute.group_modes(gdQ, 0, 2)
     )  # (TMA, DQ_SLOTS), (TMA, m, d / SLICE)
-    for m_tile in cutlass.range(m_tiles, unroll=1):
-        cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), m_tile % 2)  # MMA's commit arrives
+    for turn in cutlass.range(tiles[1] - tiles[0], unroll=1):
+        cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), turn % 2)  # MMA's commit arrives
         fence_after()
         rdQ = load_row(tdQ, tidx)  # (d,)
         fence_before()
@@ -75,6 +78,6 @@ def reduce(atom: cute.CopyAtom, mdQ: cute.Tensor, smem, tdQ, bars, where, m_tile
         for number in cutlass.range_constexpr(cute.size(rdQ) // config.SLICE):
             part = cute.local_tile(rdQ, (config.SLICE,), (number,))
             slot = sdQ[None, None, number % config.DQ_SLOTS]
-            add_slice(atom, views, part, slot, m_tile, number, tidx)
+            add_slice(atom, views, part, slot, tiles[0] + turn, number, tidx)
     if cute.arch.make_warp_uniform(tidx // 32) == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
