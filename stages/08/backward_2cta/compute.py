@@ -11,7 +11,7 @@ from ...common.tcgen05 import fence_after, fence_before, tmem_copy
 from ..lengths import sequence
 from ..mask import hide, unmasked_queries, visible_queries
 from . import config
-from .epilogue import epilogue
+from .epilogue import epilogue, place
 from .relay import arrive_at_leader
 
 
@@ -123,21 +123,24 @@ def step(turn, number, smem, tmem, bars, scale_log2: Float32, rank, queries, mas
     tS, tP, tdP, tdS = tmem["half"](half)
     rP = cute.make_rmem_tensor((config.HALF,), Float32)
     rdS = cute.make_rmem_tensor((config.HALF,), smem["sdS"].element_type)
-    slot, parity = turn % config.STATS_STAGES, turn // config.STATS_STAGES % 2
+    turn = cutlass.Uint32(turn)  # its remainders are single instructions
+    slot, parity = Int32(turn % config.STATS_STAGES), Int32(turn // config.STATS_STAGES % 2)
     sLSE = cute.local_tile(smem["sStats"][0, None, slot], (config.HALF,), (half,))
     sD = cute.local_tile(smem["sStats"][1, None, slot], (config.HALF,), (half,))
-    before = turn * config.TILE + half * config.HALF
-    columns = (queries[0] - before, queries[1] - before)
+    columns = None
+    if cutlass.const_expr(masked):
+        before = Int32(turn) * config.TILE + half * config.HALF
+        columns = (queries[0] - before, queries[1] - before)
     cute.arch.mbarrier_wait(bars.stats_full.data_ptr() + slot, parity)  # LOAD and TMA arrive
-    cute.arch.mbarrier_wait(bars.s_full.data_ptr(), turn % 2)  # MMA's commit arrives
+    cute.arch.mbarrier_wait(bars.s_full.data_ptr(), Int32(turn % 2))  # MMA's commit arrives
     fence_after()
     probabilities(tS, tP, rP, sLSE, bars, scale_log2, columns, masked, tidx)
     fence_before()
     arrive_at_leader(bars.p_full.data_ptr())
-    cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), turn % 2)  # MMA's commit arrives
+    cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), Int32(turn % 2))  # MMA's commit arrives
     fence_after()
     differences(tdP, tdS, rP, rdS, sD, tidx)
-    cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), turn % 2 ^ 1)  # MMA's commit arrives
+    cute.arch.mbarrier_wait(bars.dq_full.data_ptr(), Int32(turn % 2 ^ 1))  # MMA's commit arrives
     stage(rdS, smem["sdS_rows"][tidx, None, block])
     cute.arch.fence_proxy("async.shared", space="cta")  # sdS, sdX: then MMA, a copy reads them
     fence_before()
@@ -147,7 +150,21 @@ def step(turn, number, smem, tmem, bars, scale_log2: Float32, rank, queries, mas
 
 
 @cute.jit
-def compute(number, smem, tmem, bars, outputs, scales, place, given, tiles, window, tidx: Int32):
+def seen_by(sizes, lengths, window, m_min, tidx: Int32):
+    """(first, last) query that sees this thread's key, counted from query tile m_min on.
+
+    Runs: as compute. Anew for each loop: over the one between them it would take registers.
+    """
+    where, rank = place(sizes)
+    _, len_q, _, len_k = sequence(lengths, where[2], sizes[2], sizes[3])
+    key, before = (where[0] * config.CTAS + rank) * config.TILE + tidx, m_min * config.TILE
+    first, last = visible_queries(key, (len_q, len_k), window)
+    last = last if key < len_k else Int32(-1)  # no one sees a key that is not there
+    return first - before, last - before
+
+
+@cute.jit
+def compute(number, smem, tmem, bars, outputs, scales, sizes, lengths, tiles, window, tidx: Int32):
     """Turn S into P and dP into dS for half of each tile's queries; then write half of dV and dK.
 
     Runs: the 128 threads of COMPUTE0 or COMPUTE1 (number 0 or 1), converged; thread = lane = key.
@@ -157,17 +174,17 @@ def compute(number, smem, tmem, bars, outputs, scales, place, given, tiles, wind
     and writes dS to sdS; COMPUTE1 has the peer's, and writes to sdX, the third block. Waits:
     stats_full, s_full, dp_full, dq_full. Arrives: s_read, p_full, ds_full, dx_staged.
     """
-    where, rank = place
-    rows = sequence(given[0], where[2], given[1], given[2])
-    lengths, (m_min, m_max) = (rows[1], rows[3]), tiles
+    where, rank = place(sizes)
+    rows = sequence(lengths, where[2], sizes[2], sizes[3])
+    of_sequence, (m_min, m_max) = (rows[1], rows[3]), tiles
     first_key = (where[0] * config.CTAS + rank) * config.TILE
-    m_low, m_high = unmasked_queries(first_key, config.TILE, lengths, window, m_min, m_max)
-    first, last = visible_queries(first_key + tidx, lengths, window)
-    last = last if first_key + tidx < rows[3] else Int32(-1)  # no one sees a key that is not there
-    before = m_min * config.TILE
-    queries = (first - before, last - before)
-    low, high, m_tiles = m_low - m_min, m_high - m_min, m_max - m_min
+    m_low, m_high = unmasked_queries(first_key, config.TILE, of_sequence, window, m_min, m_max)
+    uniform = cute.arch.make_warp_uniform
+    low, high, m_tiles = uniform(m_low - m_min), uniform(m_high - m_min), uniform(m_max - m_min)
     for start, stop, masked in ((Int32(0), low, True), (low, high, False), (high, m_tiles, True)):
+        queries = None
+        if cutlass.const_expr(masked):
+            queries = seen_by(sizes, lengths, window, m_min, tidx)
         for turn in cutlass.range(start, stop, unroll=1):
             step(turn, number, smem, tmem, bars, scales[0], rank, queries, masked, tidx)
-    epilogue(number ^ rank, smem, tmem, bars, outputs, scales[1], place, given, tidx)
+    epilogue(number ^ rank, smem, tmem, bars, outputs, scales[1], sizes, lengths, tidx)

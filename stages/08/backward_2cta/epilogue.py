@@ -12,6 +12,19 @@ from . import config
 
 
 @cute.jit
+def place(sizes):
+    """((n_block, head, batch), rank) of this CTA. Runs: whole warps.
+
+    The 1-D grid counts the CTAs of a pair fastest, then pairs of key tiles, then heads, then batch.
+    Args: sizes, (pairs, heads, sq, sk). Computed anew at each call: the compiler keeps nothing.
+    """
+    block = cute.arch.make_warp_uniform(cute.arch.block_idx()[0])
+    pairs, heads = sizes[0], sizes[1]
+    rank, pair = block % config.CTAS, block // config.CTAS
+    return (pair % pairs, pair // pairs % heads, pair // pairs // heads), rank
+
+
+@cute.jit
 def stage_block(tD: cute.Tensor, first, scale: Float32, sD: cute.Tensor, tidx: Int32):
     """Write HALF columns of this thread's row, times `scale`, to shared memory in 16 bits.
 
@@ -61,19 +74,20 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, place, rows, 
 
 
 @cute.jit
-def epilogue(half, smem, tmem, bars, outputs, softmax_scale: Float32, place, given, tidx: Int32):
+def epilogue(half, smem, tmem, bars, outputs, softmax_scale: Float32, sizes, lengths, tidx: Int32):
     """Write dV as soon as it is complete, then dK.
 
     Runs: COMPUTE0 or COMPUTE1, converged. Args: smem, tmem by name; outputs, (dV's, dK's) as in
     store_block. Waits: dv_full, dk_full.
     """
     cute.arch.mbarrier_wait(bars.dv_full.data_ptr(), 0)  # MMA's commit arrives
-    rows = sequence(given[0], place[0][2], given[1], given[2])  # anew: no registers in the loop
+    where, rank = place(sizes)  # anew, as the rows: in the loop they would take registers
+    rows = sequence(lengths, where[2], sizes[2], sizes[3])
     fence_after()
     one, (dv, dk) = Float32(1.0), outputs
-    store_block(half, tmem["dV"], one, smem["sdV"], dv, place, rows, tidx)
+    store_block(half, tmem["dV"], one, smem["sdV"], dv, (where, rank), rows, tidx)
     cute.arch.mbarrier_wait(bars.dk_full.data_ptr(), 0)  # MMA's commit arrives
     fence_after()
-    store_block(half, tmem["dK"], softmax_scale, smem["sdK"], dk, place, rows, tidx)
+    store_block(half, tmem["dK"], softmax_scale, smem["sdK"], dk, (where, rank), rows, tidx)
     if cute.arch.make_warp_uniform(tidx // 32) == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -17,6 +17,7 @@ from ..lengths import ragged, sequence, turned
 from ..mask import visited_queries
 from . import config
 from .compute import compute
+from .epilogue import place
 from .load import load, operands
 from .mma import LEADER, make_mmas, mma
 from .reduce import reduce
@@ -187,28 +188,13 @@ def backward_kernel(
     tiles, then heads, then batch. Args: atoms, tensors, layouts by name; scales, (scale_log2,
     softmax_scale); sizes, (pairs, heads, sq, sk); lengths, see `sequence`; window, (left, right).
     """
-    block, _, _ = cute.arch.block_idx()
-    pairs, heads = sizes[0], sizes[1]
-    rank, pair = block % config.CTAS, block // config.CTAS
-    where = (pair % pairs, pair // pairs % heads, pair // pairs // heads)
+    where, rank = place(sizes)
     rows = sequence(lengths, where[2], sizes[2], sizes[3])
     unit = config.CTAS * config.TILE
-    given = (lengths, sizes[2], sizes[3])
     tiles = visited_queries(where[0] * unit, unit, (rows[1], rows[3]), window)
     if tiles[0] < tiles[1]:
         by_role(
-            atoms,
-            tensors,
-            layouts,
-            scales,
-            where,
-            rank,
-            rows,
-            given,
-            tiles,
-            window,
-            head_dim,
-            dtype,
+            atoms, tensors, layouts, scales, sizes, lengths, where, rank, rows, tiles, window, head_dim, dtype
         )
 
 
@@ -218,10 +204,11 @@ def by_role(
     tensors,
     layouts,
     scales,
+    sizes,
+    lengths: Int64,
     where,
     rank,
     rows,
-    given,
     tiles,
     window,
     head_dim: cutlass.Constexpr,
@@ -259,9 +246,7 @@ def by_role(
         cute.arch.setmaxregister_increase(config.REGISTERS["compute"])
         number, lane = (warp - config.COMPUTE0.start) // 4, tidx % 128
         outputs = [(atoms[name], tensors[name]) for name in ("dV", "dK")]
-        compute(
-            number, smem, tmem, bars, outputs, scales, (where, rank), given, tiles, window, lane
-        )
+        compute(number, smem, tmem, bars, outputs, scales, sizes, lengths, tiles, window, lane)
     else:
         cute.arch.setmaxregister_decrease(config.REGISTERS["reduce"])
         place = (where, rank, rows)
