@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-from . import facts, inputs, mutation, numerics, reference
+from . import facts, inputs, mutation, numerics
 from .compile import CompiledKernel, CompileKey, DslMissing, require_dsl
 from .hopper.steps import Names
+from .judging import judge, judge_gradients
 from .model import observe
 from .ordering import Ordering
 from .pairwise import pairwise
@@ -280,44 +281,6 @@ def check_parts(stage: Stage) -> None:
 def check_plan(stage: KernelSource, head_dim: int) -> None:
     """The plan's resources can work (`Plan.check`)."""
     stage.config.plan(head_dim).check()
-
-
-def judge(
-    problem: inputs.Problem, out: torch.Tensor, lse: torch.Tensor
-) -> list[numerics.Comparison]:
-    """Compare a forward result with the oracle, by the tolerance rule. Returns both verdicts."""
-    arguments = {"softmax_scale": problem.softmax_scale}
-    truth = reference.attention(problem.q, problem.k, problem.v, **arguments)
-    yardstick = reference.same_precision(problem.q, problem.k, problem.v, **arguments)
-    return [
-        numerics.compare(out, truth.out, yardstick[0], ignore=truth.ignore, name="out"),
-        numerics.compare(lse, truth.lse, yardstick[1], name="lse"),
-    ]
-
-
-def judge_gradients(
-    problem: inputs.Problem,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    dlse: torch.Tensor | None = None,
-) -> list[numerics.Comparison]:
-    """Compare gradients with the oracle's, by the tolerance rule. Returns the verdicts on each."""
-    tensors = problem.q, problem.k, problem.v, problem.dout
-    scale = {"softmax_scale": problem.softmax_scale}
-    truth = reference.attention_backward(*tensors, dlse=dlse, **scale)
-    yardstick = reference.same_precision_backward(*tensors, dlse=dlse, **scale)
-    of_out = reference.stored_output_error(*tensors, out_dtype=problem.q.dtype, **scale)
-    of_d = reference.statistics_error(*tensors, **scale)
-    ignored = {"dq": truth.ignore_q, "dk": truth.ignore_k, "dv": truth.ignore_k}
-    found = []
-    for name, made in {"dq": dq, "dk": dk, "dv": dv}.items():
-        right = getattr(truth, name)
-        floor = numerics.half_ulp(right, made.dtype)
-        floor = floor + getattr(of_out, name).abs() + getattr(of_d, name).abs()
-        options = {"floor": floor.nan_to_num(0.0, 0.0), "ignore": ignored[name], "rows": False}
-        found.append(numerics.compare(made, right, getattr(yardstick, name), name=name, **options))
-    return found
 
 
 def check_model(stage: Stage, case: Case) -> list[numerics.Comparison]:

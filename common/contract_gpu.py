@@ -10,7 +10,7 @@ or one too many, is found. Runs: host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,7 @@ from .envelope import check
 from .executed import check_log
 from .grid import cta_tiles, grid
 from .hopper.log import Log, decode
-from .launch import execution, kernel_for, launch, modes
+from .launch import empty_results, execution, kernel_for, launch, modes
 from .poisoned import Guards
 from .stage import KernelSource, Stage
 
@@ -42,17 +42,17 @@ def run_problem(stage: KernelSource, problem: inputs.Problem) -> tuple[torch.Ten
     """
     if stage.kind == "backward":
         return contract_gradients.run_part(stage, problem)
-    q, k, v = problem.q, problem.k, problem.v
-    checked = check(stage, q, k, v, problem.softmax_scale)
-    kernel = kernel_for(stage, checked, q.device)
-    guards = Guards(q=q, k=k, v=v)
-    out = guards.output(q.shape, q.dtype, q.device)
-    lse_shape = (checked.batch, checked.heads, checked.seqlen_q)
-    lse = guards.output(lse_shape, torch.float32, q.device)
-    launch(kernel, checked, q, k, v, out, lse)
+    tensors, lengths = (problem.q, problem.k, problem.v), problem.options
+    checked = check(stage, *tensors, problem.softmax_scale, **lengths)
+    q, k, v = checked.batched(*tensors)
+    guards = Guards(q=q, k=k, v=v, **lengths)
+    out, lse = empty_results(checked, q, guards.output)
+    if not (checked.mask and checked.mask.sees_nothing):
+        launch(kernel_for(stage, checked, q.device), checked, q, k, v, out, lse)
     torch.cuda.synchronize(q.device)
     guards.check()
-    return out, lse
+    packed = checked.mask and checked.mask.packed
+    return (out[0], lse[0]) if packed else (out, lse)
 
 
 def check_gpu_case(stage: Stage, case: Case) -> list[numerics.Comparison]:
@@ -95,8 +95,7 @@ def gpu_public_op(stage: Stage) -> None:
 
 def gpu_softmax_scale(stage: Stage) -> None:
     """A scale of the caller's own."""
-    made = _some(stage)
-    problem = inputs.Problem(made.q, made.k, made.v, made.dout, softmax_scale=0.3)
+    problem = replace(_some(stage), softmax_scale=0.3)
     for verdict in judge(problem, *run_problem(stage, problem)):
         verdict.check()
 

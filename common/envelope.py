@@ -43,6 +43,10 @@ class Problem:
     softmax_scale: float
     mask: Mask | None = None
 
+    def batched(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Tensors with an axis of batch entries, which packed ones lack; None as it is."""
+        return self.mask.batched(*tensors) if self.mask else tensors
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16."""
