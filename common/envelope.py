@@ -167,6 +167,8 @@ def _check_shapes(stage: Stage, q, k, v, mask: Mask | None) -> None:
 
 def _check_layout(stage: Stage, named: dict) -> None:
     for name, tensor in named.items():
+        if not tensor.numel():
+            continue
         step = ALIGN_BYTES // tensor.element_size()
         pairs = list(zip(tensor.shape, tensor.stride()))
         fix = f"; {name}.contiguous() is always accepted" + _lift(stage, "strides")
