@@ -15,12 +15,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from .envelope import TILE_ROWS
 from .grid import Place
 from .hopper.log import TMEM_A, WORD, Log
 from .hopper.steps import QUARTERS, Names, Step, steps
 from .model.notes import Intervals, Note
 from .plan import THREADS_PER_WARP, Plan, Role
 
+STATISTICS = 2 * TILE_ROWS  # numbers of a query tile: LSE and D of each row
 AROUND = 4  # steps shown before and after a mismatch
 ISSUED = ("load", "store", "reduce", "bulk.wait", "mma", "commit", "expect", "alloc", "dealloc")
 IN_SHARED = ("read", "write", "load", "store", "reduce", "copy")
@@ -80,12 +82,14 @@ class Conformance:
 def conform(log: Log, notes: Sequence[Note], plan: Plan, place: Place) -> Conformance:
     """Compare the log of a CTA, or of a pair, with the notes of its model.
 
-    place: of the CTA or pair, to know which tiles it has to load and store.
+    place: of the CTA or pair, to know which tiles it has to load and store. Without notes it has
+    nothing to do, and its threads end at once.
     """
     found = steps(log, plan)
     suffixes = [f"@{rank}" for rank in range(log.ctas)] if log.ctas > 1 else [""]
     tensors = _tensors(found, notes, plan, suffixes[0])
-    differences = _initialised(found, plan, suffixes) + _warps(found, plan, log.ctas)
+    busy = suffixes if notes else []  # CTAs that have anything to do
+    differences = _initialised(found, plan, busy) + _warps(found, plan, log.ctas)
     lines, count = {}, 0
     for (rank, suffix), role in itertools.product(enumerate(suffixes), plan.roles):
         wanted = [note for note in notes if note.agent == role.name + suffix]
@@ -192,7 +196,7 @@ def _acts(found: list[Step], warp: int, log: Log, tensors: dict[int, str]) -> It
             start, size, tensor, _, *coordinates = step.numbers
             barriers = tuple(barrier for barrier, _ in step.targets)
             name, columns = tensors.get(tensor, f"tensor {tensor}"), step.facts["columns"]
-            numbers = (start - log.smem, size, *barriers, name, columns, *coordinates[:3])
+            numbers = (start - log.smem, size, *barriers, name, columns, *coordinates)
             yield Act(step.verb, step.what, numbers, where)
         elif step.verb == "mma":
             yield Act("mma", step.what, _mma(step, log), where)
@@ -259,6 +263,8 @@ def _wanted(notes: Sequence[Note], plan: Plan, role: Role, place: Place) -> Iter
         elif note.verb in ("load", "store", "reduce"):
             start, size, row, columns = numbers
             barriers = tuple(barrier for barrier, _ in note.places)
+            if row is None and place.ragged:
+                columns = tuple(column + place.ragged.first_tile * STATISTICS for column in columns)
             at = _coordinates(row, note.source, place)
             numbers = (start, size, *barriers, note.source, columns, *at)
         elif note.verb == "copy":
@@ -338,12 +344,14 @@ def _union(*places: Intervals) -> Intervals:
     return tuple(found)
 
 
-def _coordinates(row: int | None, source: str, place: Place) -> tuple[int, int, int]:
-    """Of a copy, behind the column; a tensor without rows has one less, which is logged as 0."""
+def _coordinates(row: int | None, source: str, place: Place) -> tuple[int, int, int, int]:
+    """Of a copy, behind the column; those that its tensor lacks are logged as 0."""
+    entry = place.ragged.entry if place.ragged else place.batch
     if row is None:
-        return place.head, place.batch, 0
-    first = place.block * place.rows if source in place.divided else 0
-    return first + row, place.head, place.batch
+        return place.head, entry, 0, 0
+    row += place.block * place.rows if source in place.divided else 0
+    row, end = place.ragged.coordinates(source, row) if place.ragged else (row, 0)
+    return row, place.head, entry, end
 
 
 # ---- comparison ----------------------------------------------------------------------------

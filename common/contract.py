@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-from . import facts, inputs, mutation, numerics, reference
+from . import facts, inputs, mask_cases, mutation, numerics
 from .compile import CompiledKernel, CompileKey, DslMissing, require_dsl
 from .hopper.steps import Names
+from .judging import judge, judge_gradients
 from .model import observe
 from .ordering import Ordering
 from .pairwise import pairwise
@@ -49,6 +50,24 @@ GPU_GRADIENT_SIZES = {
     "of_lse": (False, True),
 }
 HOST_GRADIENT_SIZES = HOST_SIZES | {"of_lse": (False, True)}
+RECIPES = {"mask": mask_cases.MASKS, "lengths": mask_cases.USUAL}
+GPU_MASK_SIZES = {
+    **RECIPES,
+    "seqlen_q": (1, 127, 129, 300, 704),
+    "seqlen_k": (1, 127, 192, 300, 1100),
+    "batch": (1, 3),
+    "heads": (1, 3),
+    "of_lse": (False, True),
+}
+HOST_MASK_SIZES = {
+    **RECIPES,
+    "seqlen_q": (0, 1, 127, 129, 300),
+    "seqlen_k": (0, 1, 127, 129, 300),
+    "batch": (1, 3),
+    "heads": (1,),
+    "of_lse": (False, True),
+}
+RANDOM = 54  # random masks and lengths of the forward, and of each backward part
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,7 @@ class Case:
     """One problem of the contract: which inputs, of which size.
 
     part: the backward part that computes gradients, "" for the forward; of_lse: whether LSE has a
-    gradient as well as O.
+    gradient as well as O; mask and lengths: see `mask_cases`.
     """
 
     generator: str
@@ -68,16 +87,21 @@ class Case:
     heads: int
     part: str = ""
     of_lse: bool = False
+    mask: str = ""
+    lengths: str = ""
 
     def __str__(self) -> str:
         size = f"b{self.batch}-h{self.heads}-q{self.seqlen_q}-k{self.seqlen_k}-d{self.head_dim}"
         part = f"{self.part}-{'dlse-' if self.of_lse else ''}" if self.part else ""
-        return f"{part}{self.generator}-{self.dtype}-{size}"
+        recipes = "".join(f"-{name}" for name in (self.mask, self.lengths) if name)
+        return f"{part}{self.generator}-{self.dtype}-{size}{recipes}"
 
     def problem(self, device: str | torch.device = "cpu") -> inputs.Problem:
         """The tensors; the same bits on every device."""
-        return inputs.make(
+        return mask_cases.problem(
             self.generator,
+            self.mask,
+            self.lengths,
             batch=self.batch,
             seqlen_q=self.seqlen_q,
             seqlen_k=self.seqlen_k,
@@ -88,15 +112,15 @@ class Case:
         )
 
     def dlse(self, device: str | torch.device = "cpu") -> torch.Tensor | None:
-        """The gradient of LSE (b, h, sq), standard normal float32; None without one.
+        """The gradient of LSE, of its shape, standard normal float32; None without one.
 
         The same bits on every device.
         """
         if not self.of_lse:
             return None
         generator = torch.Generator().manual_seed(0)
-        size = self.batch, self.heads, self.seqlen_q
-        return torch.randn(size, generator=generator).to(device)
+        *batch, rows, heads, _ = self.problem().q.shape
+        return torch.randn((*batch, heads, rows), generator=generator).to(device)
 
 
 def this_stage(test_file: str) -> Stage:
@@ -112,22 +136,62 @@ def generators() -> list[str]:
 def cases(stage: KernelSource, sizes: dict[str, tuple]) -> list[Case]:
     """A pairwise cover of generators, compiled kernels and `sizes` within the envelope.
 
-    A dtype and head dim together count as one factor: each kernel meets every generator and size.
+    A kernel counts as one factor: each dtype and head dim meets every generator and size.
     """
-    envelope = stage.config.ENVELOPE
-    kernels = tuple(itertools.product(envelope.dtypes, envelope.head_dims))
-    factors = {"generator": generators(), "kernel": kernels, **sizes}
-    found = []
-    for values in pairwise(factors):
-        dtype, head_dim = values.pop("kernel")
-        found.append(Case(dtype=dtype, head_dim=head_dim, part=stage.name, **values))
+    found = _cover([stage], sizes)
     assert len(found) <= MAX_CASES, f"{len(found)} cases; the contract allows {MAX_CASES}"
     return found
 
 
+def _cover(sources: Iterable[KernelSource], sizes: dict[str, tuple]) -> list[Case]:
+    kernels = tuple(
+        (source.name, *pair)
+        for source in sources
+        for pair in itertools.product(*_configurations(source))
+    )
+    found = []
+    for values in pairwise({"generator": generators(), "kernel": kernels, **sizes}):
+        part, dtype, head_dim = values.pop("kernel")
+        found.append(Case(dtype=dtype, head_dim=head_dim, part=part, **values))
+    return found
+
+
+def _configurations(source: KernelSource) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Dtypes and head dims."""
+    return source.config.ENVELOPE.dtypes, source.config.ENVELOPE.head_dims
+
+
+def named_cases(stage: Stage) -> list[Case]:
+    """Every problem of `mask_cases.NAMED` for the forward and each backward part."""
+    usual = {"generator": "gaussian", "batch": 1, "heads": 2}
+    found = []
+    for source in (stage, *stage.backwards):
+        kernels = itertools.cycle(itertools.product(*_configurations(source)))
+        for recipe, (dtype, head_dim) in zip(mask_cases.NAMED, kernels):
+            kernel = {"dtype": dtype, "head_dim": head_dim, "part": source.name}
+            found.append(Case(**{**usual, **kernel, **recipe}))
+    return found
+
+
+def random_cases(source: KernelSource) -> list[Case]:
+    """RANDOM cases of a forward or a backward part, the same every time."""
+    found, dlse = [], (False, True) if source.name else (False,)
+    kernels = itertools.cycle(itertools.product(*_configurations(source), dlse))
+    names = itertools.cycle(("gaussian", "llm_like", "dominant_key"))
+    recipes = mask_cases.random_recipes(len(source.name), RANDOM)
+    for recipe, (dtype, head_dim, of_lse), name in zip(recipes, kernels, names):
+        found.append(Case(name, dtype, head_dim, **recipe, part=source.name, of_lse=of_lse))
+    return found
+
+
 def host_cases(stage: Stage) -> list[Case]:
-    """What the models compute: the forward, and gradients by each backward part with a model."""
+    """What the models compute: the forward, and gradients by each backward part with a model.
+
+    Of a stage with masks in a single cover.
+    """
     modelled = [part for part in stage.backwards if part.model]
+    if stage.config.ENVELOPE.masks:
+        return _cover([stage, *modelled], HOST_MASK_SIZES)
     gradients = [case for part in modelled for case in cases(part, HOST_GRADIENT_SIZES)]
     return cases(stage, HOST_SIZES) + gradients
 
@@ -135,7 +199,10 @@ def host_cases(stage: Stage) -> list[Case]:
 def gpu_cases(stage: Stage) -> list[Case]:
     """What the kernels compute: the forward, and gradients by each backward part."""
     gradients = [case for part in stage.backwards for case in cases(part, GPU_GRADIENT_SIZES)]
-    return cases(stage, GPU_SIZES) + gradients
+    found = cases(stage, GPU_SIZES) + gradients
+    if stage.config.ENVELOPE.masks:
+        found += _cover([stage, *stage.backwards], GPU_MASK_SIZES) + named_cases(stage)
+    return found
 
 
 def models(stage: Stage) -> list[KernelSource]:
@@ -280,44 +347,6 @@ def check_parts(stage: Stage) -> None:
 def check_plan(stage: KernelSource, head_dim: int) -> None:
     """The plan's resources can work (`Plan.check`)."""
     stage.config.plan(head_dim).check()
-
-
-def judge(
-    problem: inputs.Problem, out: torch.Tensor, lse: torch.Tensor
-) -> list[numerics.Comparison]:
-    """Compare a forward result with the oracle, by the tolerance rule. Returns both verdicts."""
-    arguments = {"softmax_scale": problem.softmax_scale}
-    truth = reference.attention(problem.q, problem.k, problem.v, **arguments)
-    yardstick = reference.same_precision(problem.q, problem.k, problem.v, **arguments)
-    return [
-        numerics.compare(out, truth.out, yardstick[0], ignore=truth.ignore, name="out"),
-        numerics.compare(lse, truth.lse, yardstick[1], name="lse"),
-    ]
-
-
-def judge_gradients(
-    problem: inputs.Problem,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    dlse: torch.Tensor | None = None,
-) -> list[numerics.Comparison]:
-    """Compare gradients with the oracle's, by the tolerance rule. Returns the verdicts on each."""
-    tensors = problem.q, problem.k, problem.v, problem.dout
-    scale = {"softmax_scale": problem.softmax_scale}
-    truth = reference.attention_backward(*tensors, dlse=dlse, **scale)
-    yardstick = reference.same_precision_backward(*tensors, dlse=dlse, **scale)
-    of_out = reference.stored_output_error(*tensors, out_dtype=problem.q.dtype, **scale)
-    of_d = reference.statistics_error(*tensors, **scale)
-    ignored = {"dq": truth.ignore_q, "dk": truth.ignore_k, "dv": truth.ignore_k}
-    found = []
-    for name, made in {"dq": dq, "dk": dk, "dv": dv}.items():
-        right = getattr(truth, name)
-        floor = numerics.half_ulp(right, made.dtype)
-        floor = floor + getattr(of_out, name).abs() + getattr(of_d, name).abs()
-        options = {"floor": floor.nan_to_num(0.0, 0.0), "ignore": ignored[name], "rows": False}
-        found.append(numerics.compare(made, right, getattr(yardstick, name), name=name, **options))
-    return found
 
 
 def check_model(stage: Stage, case: Case) -> list[numerics.Comparison]:

@@ -10,18 +10,20 @@ or one too many, is found. Runs: host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from . import contract_gradients, inputs, mutation, numerics
 from .conformance import conform
-from .contract import Case, compile_skip_reason, gpu_cases, judge, logged_a1_edges
+from .contract import Case, compile_skip_reason, gpu_cases, logged_a1_edges, random_cases
 from .envelope import check
 from .executed import check_log
 from .grid import cta_tiles, grid
 from .hopper.log import Log, decode
-from .launch import execution, kernel_for, launch, modes
+from .judging import judge, judge_gradients
+from .launch import _KERNELS, empty_results, execution, kernel_for, launch, modes
 from .poisoned import Guards
 from .stage import KernelSource, Stage
 
@@ -42,17 +44,17 @@ def run_problem(stage: KernelSource, problem: inputs.Problem) -> tuple[torch.Ten
     """
     if stage.kind == "backward":
         return contract_gradients.run_part(stage, problem)
-    q, k, v = problem.q, problem.k, problem.v
-    checked = check(stage, q, k, v, problem.softmax_scale)
-    kernel = kernel_for(stage, checked, q.device)
-    guards = Guards(q=q, k=k, v=v)
-    out = guards.output(q.shape, q.dtype, q.device)
-    lse_shape = (checked.batch, checked.heads, checked.seqlen_q)
-    lse = guards.output(lse_shape, torch.float32, q.device)
-    launch(kernel, checked, q, k, v, out, lse)
+    tensors, lengths = (problem.q, problem.k, problem.v), problem.options
+    checked = check(stage, *tensors, problem.softmax_scale, **lengths)
+    q, k, v = checked.batched(*tensors)
+    guards = Guards(q=q, k=k, v=v, **lengths)
+    out, lse = empty_results(checked, q, guards.output)
+    if not (checked.mask and checked.mask.sees_nothing):
+        launch(kernel_for(stage, checked, q.device), checked, q, k, v, out, lse)
     torch.cuda.synchronize(q.device)
     guards.check()
-    return out, lse
+    packed = checked.mask and checked.mask.packed
+    return (out[0], lse[0]) if packed else (out, lse)
 
 
 def check_gpu_case(stage: Stage, case: Case) -> list[numerics.Comparison]:
@@ -95,8 +97,7 @@ def gpu_public_op(stage: Stage) -> None:
 
 def gpu_softmax_scale(stage: Stage) -> None:
     """A scale of the caller's own."""
-    made = _some(stage)
-    problem = inputs.Problem(made.q, made.k, made.v, made.dout, softmax_scale=0.3)
+    problem = replace(_some(stage), softmax_scale=0.3)
     for verdict in judge(problem, *run_problem(stage, problem)):
         verdict.check()
 
@@ -213,10 +214,70 @@ GPU_CHECKS: dict[str, Callable[[Stage], None]] = {
 }
 
 
+def masks_zero_sizes(stage: Stage) -> None:
+    """No batch, no query, no key, also packed: zeros of the right shapes, without a launch."""
+    kept = dict(_KERNELS)
+    _KERNELS.clear()
+    try:
+        for zero in ("batch", "seqlen_q", "seqlen_k"):
+            sizes = {"seqlen_q": 129, "seqlen_k": 129, "batch": 2, zero: 0}
+            _forward_and_gradients(stage, _some(stage, **sizes))
+            _forward_and_gradients(stage, _some(stage, **sizes, lengths="packed"))
+        made = _some(stage, batch=1, lengths="packed")
+        none = made.options["cu_seqlens_q"] * 0
+        for side, names in (("q", ("q", "dout")), ("k", ("k", "v"))):
+            empty = {name: getattr(made, name)[:0] for name in names}
+            options = made.options | {f"cu_seqlens_{side}": none, f"max_seqlen_{side}": None}
+            _forward_and_gradients(stage, replace(made, **empty, options=options))
+        assert not _KERNELS, f"{len(_KERNELS)} kernels were looked for"
+    finally:
+        _KERNELS.update(kept)
+
+
+def _forward_and_gradients(stage: Stage, problem: inputs.Problem) -> None:
+    """Both, by the public op, within tolerance."""
+    leaves = [x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    scale = {"softmax_scale": problem.softmax_scale}
+    out, lse = stage.attention(*leaves, **scale, **problem.options, return_lse=True)
+    gradients = torch.autograd.grad(out, leaves, problem.dout)
+    for verdict in judge(problem, out, lse) + judge_gradients(problem, *gradients):
+        verdict.check()
+
+
+def masks_at_run_time(stage: Stage) -> None:
+    """Other masks and lengths take the kernels that are there."""
+    _forward_and_gradients(stage, _some(stage))
+    kernels = len(_KERNELS)
+    for mask, lengths, seqlen in (("causal", "packed", 300), ("(20,5)", "used", 77)):
+        _forward_and_gradients(stage, _some(stage, mask=mask, lengths=lengths, seqlen_q=seqlen))
+    assert len(_KERNELS) == kernels, f"{len(_KERNELS) - kernels} kernels more for other lengths"
+
+
+def random_masks(stage: Stage, part: str) -> None:
+    """Random masks and lengths, see `contract.random_cases`; every case that fails is named."""
+    failed = []
+    for case in random_cases(stage.part(part)):
+        try:
+            check_gpu_case(stage, case)
+        except AssertionError as wrong:
+            failed.append(f"{case}: {wrong}")
+    assert not failed, f"{len(failed)} cases failed\n" + "\n".join(failed)
+
+
+def mask_checks(stage: Stage) -> dict[str, Callable[[Stage], None]]:
+    """Those of a stage with masks, with random ones for the forward and each backward part."""
+    found = {check.__name__: check for check in (masks_zero_sizes, masks_at_run_time)}
+    for source in (stage, *stage.backwards):
+        name = f"random_masks_{source.name or 'forward'}"
+        found[name] = partial(random_masks, part=source.name)
+    return found
+
+
 def checks(stage: Stage) -> dict[str, Callable[[Stage], None]]:
-    """Every check of the stage by name; those of gradients where it has them."""
-    differentiable = stage.config.ENVELOPE.differentiable
-    return GPU_CHECKS | (contract_gradients.GRADIENT_CHECKS if differentiable else {})
+    """Every check of the stage by name; those of gradients and masks where it has them."""
+    envelope = stage.config.ENVELOPE
+    found = GPU_CHECKS | (contract_gradients.GRADIENT_CHECKS if envelope.differentiable else {})
+    return found | (mask_checks(stage) if envelope.masks else {})
 
 
 ADVERSARIES = {
@@ -269,13 +330,21 @@ class Executed:
 
 
 def log_problems(stage: KernelSource, dtype: str, head_dim: int) -> dict[str, inputs.Problem]:
-    """What is executed with the log: the problems of mutation, and a grid in all directions."""
-    (tiles, tile), unit = cta_tiles(stage, head_dim), stage.config.ENVELOPE.seqlen_multiple
+    """What is executed with the log: the problems of mutation, and a grid in all directions.
+
+    Of a stage with masks also packed sequences with a window, some of them empty.
+    """
+    tiles, tile = cta_tiles(stage, head_dim)
     found = mutation.stage_problems(stage, head_dim, "cuda", dtype)
-    owned, visited = (tiles + 1) * tile, 3 * unit
+    owned, visited = (tiles + 1) * tile, 3 * mutation.visited_unit(stage, head_dim)
     lengths = (visited, owned) if stage.kind == "backward" else (owned, visited)
     shape = Case("gaussian", dtype, head_dim, *lengths, batch=2, heads=2)
-    return found | {"grid": shape.problem("cuda")}
+    found |= {"grid": shape.problem("cuda")}
+    if stage.config.ENVELOPE.masks:
+        recipes = {"mask": "(200,50)", "lengths": "packed_used"}
+        ragged = replace(shape, seqlen_q=400, seqlen_k=400, batch=4, **recipes)
+        found["ragged"] = ragged.problem("cuda")
+    return found
 
 
 def check_executed(stage: KernelSource, dtype: str, head_dim: int) -> Executed:
@@ -283,7 +352,7 @@ def check_executed(stage: KernelSource, dtype: str, head_dim: int) -> Executed:
     plan, logs, acts, edges = stage.config.plan(head_dim), [], 0, set()
     for name, problem in log_problems(stage, dtype, head_dim).items():
         notes_of, shape = stage.simulate_problem(problem).notes, grid(stage, problem)
-        for log, notes in zip(executed_logs(stage, problem), notes_of):
+        for log, notes in zip(executed_logs(stage, problem), notes_of, strict=True):
             verdict = check_log(log, plan)
             compared = conform(log, notes, plan, shape.place(log.cta))
             wrong = [*verdict.errors, *compared.differences]

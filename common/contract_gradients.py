@@ -7,14 +7,16 @@ poisoned memory with guards around it; see `poisoned.py`. Runs: host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from . import inputs, numerics
 from .contract import Case, judge_gradients
-from .envelope import check
+from .envelope import TILE_ROWS, check
 from .gradients import (
     Saved,
     Workspace,
@@ -25,6 +27,7 @@ from .gradients import (
     statistics,
 )
 from .launch import forward, kernel_for
+from .masks import Mask
 from .poisoned import Guards
 from .stage import Part, Stage
 
@@ -39,28 +42,54 @@ def run_gradients(
 
     Raises AssertionError when an input, or memory beside an output, was written.
     """
-    q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
-    checked = check(stage, q, k, v, problem.softmax_scale)
+    tensors, lengths = (problem.q, problem.k, problem.v), problem.options
+    checked = check(stage, *tensors, problem.softmax_scale, **lengths)
+    q, k, v, dout, dlse = checked.batched(*tensors, problem.dout, dlse)
     saved = Saved(q, k, v, *forward(stage, checked, q, k, v))
-    guards = Guards(**vars(saved), dout=dout, dlse=dlse)
-    workspace = Workspace.empty(saved, guards.output)
+    guards = Guards(**vars(saved), dout=dout, dlse=dlse, **lengths)
+    workspace = Workspace.empty(saved, guards.output, checked.mask)
     backward(stage, checked, saved, dout, dlse, workspace, part)
     torch.cuda.synchronize(q.device)
     guards.check()
+    _check_sums_written(workspace, checked.mask)
+    if checked.mask and checked.mask.packed:
+        names = ("dq", "dk", "dv")
+        workspace = replace(workspace, **{name: getattr(workspace, name)[0] for name in names})
     return workspace
 
 
+def _check_sums_written(made: Workspace, mask: Mask | None) -> None:
+    """Of stats and dq_accum all is written that a sequence has rows of, if anything is launched."""
+    parts = {"stats": [made.stats], "dq_accum": [made.dq_accum]}
+    if mask and mask.sees_nothing:
+        return
+    if mask:
+        given, parts = mask.sequences(), {"stats": [], "dq_accum": []}
+        for number, row in enumerate(given.rows):
+            entry, first = given.entry(number), given.first_tile(number, TILE_ROWS)
+            tiles = slice(first, first + math.ceil(row.len_q / TILE_ROWS))
+            parts["stats"].append(made.stats[entry, :, tiles])
+            parts["dq_accum"].append(made.dq_accum[entry, row.queries()])
+    for name, written in parts.items():
+        missing = sum(numerics.unwritten(x) for x in written)
+        assert not missing, f"{missing} elements of {name} were never written"
+
+
 def run_part(part: Part, problem: inputs.Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_accum, dk, dv) of a backward part alone, after an exact forward and preprocess."""
-    q, k, v, dout = problem.q, problem.k, problem.v, loadable(problem.dout)
-    checked = check(part, q, k, v, problem.softmax_scale)
-    saved = oracle_forward(checked, q, k, v)
-    kernel = kernel_for(part, checked, q.device)
-    guards = Guards(q=q, k=k, v=v, dout=dout)
-    workspace = Workspace.empty(saved, guards.output)
-    workspace.stats.copy_(statistics(saved.out, saved.lse, dout))
+    """(dq_accum, dk, dv) of a backward part alone, after an exact forward and preprocess.
+
+    Packed sequences keep their batch of one.
+    """
+    tensors, lengths = (problem.q, problem.k, problem.v), problem.options
+    checked = check(part, *tensors, problem.softmax_scale, **lengths)
+    q, k, v, dout = checked.batched(*tensors, problem.dout)
+    dout, saved = loadable(dout), oracle_forward(checked, q, k, v)
+    guards = Guards(q=q, k=k, v=v, dout=dout, **lengths)
+    workspace = Workspace.empty(saved, guards.output, checked.mask)
+    workspace.stats.copy_(statistics(saved.out, saved.lse, dout, mask=checked.mask))
     workspace.dq_accum.zero_()
-    start_backward(kernel, checked, saved, dout, workspace)
+    if not (checked.mask and checked.mask.sees_nothing):
+        start_backward(kernel_for(part, checked, q.device), checked, saved, dout, workspace)
     torch.cuda.synchronize(q.device)
     guards.check()
     return workspace.dq_accum, workspace.dk, workspace.dv
@@ -73,9 +102,6 @@ def check_gradient_case(stage: Stage, case: Case) -> list[numerics.Comparison]:
 
 
 def _judged(problem: inputs.Problem, made: Workspace, dlse=None) -> list[numerics.Comparison]:
-    for name in ("stats", "dq_accum"):
-        missing = numerics.unwritten(getattr(made, name))
-        assert not missing, f"{missing} elements of {name} were never written"
     verdicts = judge_gradients(problem, made.dq, made.dk, made.dv, dlse)
     return [verdict.check() for verdict in verdicts]
 
@@ -147,7 +173,7 @@ def gradients_statistics(stage: Stage) -> None:
 def gradients_softmax_scale(stage: Stage) -> None:
     """A scale of the caller's own."""
     for part, made in _each(stage):
-        problem = inputs.Problem(made.q, made.k, made.v, made.dout, softmax_scale=0.3)
+        problem = replace(made, softmax_scale=0.3)
         _judged(problem, run_gradients(stage, part, problem))
 
 
@@ -188,7 +214,7 @@ def gradients_autograd(stage: Stage) -> None:
     for dout, of_lse in ((problem.dout, None), (problem.dout, dlse), (None, dlse)):
         found = _gradients(stage, tensors, dout, of_lse)
         start = torch.zeros_like(problem.q) if dout is None else dout
-        given = inputs.Problem(*tensors, start, problem.softmax_scale)
+        given = replace(problem, dout=start)
         made = run_gradients(stage, part, given, of_lse)
         _judged(given, made, of_lse)
         _assert_same((made.dq, made.dk, made.dv), found, tiles)

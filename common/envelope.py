@@ -43,6 +43,10 @@ class Problem:
     softmax_scale: float
     mask: Mask | None = None
 
+    def batched(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Tensors with an axis of batch entries, which packed ones lack; None as it is."""
+        return self.mask.batched(*tensors) if self.mask else tensors
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16."""
@@ -164,6 +168,8 @@ def _check_shapes(stage: Stage, q, k, v, mask: Mask | None) -> None:
 
 def _check_layout(stage: Stage, named: dict) -> None:
     for name, tensor in named.items():
+        if not tensor.numel():
+            continue
         step = ALIGN_BYTES // tensor.element_size()
         pairs = list(zip(tensor.shape, tensor.stride()))
         fix = f"; {name}.contiguous() is always accepted" + _lift(stage, "strides")

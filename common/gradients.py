@@ -38,14 +38,12 @@ def attention(stage: Stage, q, k, v, softmax_scale, return_lse: bool, mask: dict
     See Note [Memory of a backward].
     """
     problem = check(stage, q, k, v, softmax_scale, **mask)
-    packed = problem.mask is not None and problem.mask.packed
-    if packed:
-        q, k, v = problem.mask.batched(q, k, v)
+    q, k, v = problem.batched(q, k, v)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         out, lse = _Attention.apply(q, k, v, stage, problem)
     else:
         out, lse = forward(stage, problem, q, k, v)
-    if packed:
+    if problem.mask and problem.mask.packed:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
 
@@ -208,8 +206,7 @@ def statistics(
     stats[:, :, 0] = math.inf
     given = mask.sequences() if mask else Sequences.whole(out, out)
     for number, row in enumerate(given.rows):
-        entry = given.entry(number)
-        first = (row.begin_q // TILE_ROWS + number - entry) * TILE_ROWS
+        entry, first = given.entry(number), given.first_tile(number, TILE_ROWS) * TILE_ROWS
         stats[entry, ..., first : first + row.len_q] = both[entry, ..., row.queries()]
     return stats.unflatten(-1, (-1, TILE_ROWS)).transpose(2, 3).contiguous()
 
@@ -227,8 +224,7 @@ def simulate(part: Part, given: dict, softmax_scale, machine, max_ctas, mask: di
     _check_upstream(q, given)
     if (given["out"] is None) != (given["lse"] is None):
         raise ValueError("out and lse belong to one forward: give both, or neither")
-    if problem.mask:
-        given = dict(zip(given, problem.mask.batched(*given.values())))
+    given = dict(zip(given, problem.batched(*given.values())))
     q, k, v = (given[name] for name in "qkv")
     out, lse, dout = (given[name] for name in ("out", "lse", "dout"))
     if out is None:

@@ -11,7 +11,7 @@ import pathlib
 import pickle
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -28,27 +28,40 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of one attention call and the gradient that its backward starts from."""
+    """Inputs of one attention call and the gradient that its backward starts from.
+
+    With cu_seqlens_q and cu_seqlens_k among the options there is one axis of rows, without b.
+    """
 
     q: Tensor  # (b, sq, h, d)
     k: Tensor  # (b, sk, hk, d)
     v: Tensor  # (b, sk, hk, dv)
     dout: Tensor  # (b, sq, h, dv)
     softmax_scale: float | None = None  # None means 1 / sqrt(d)
-    seqused_q: Tensor | None = None  # (b,) int32, None means all rows
-    seqused_k: Tensor | None = None
+    options: dict = field(default_factory=dict)  # mask and lengths, as `masks.mask_of` takes them
     name: str = ""
     seed: int = 0
 
     @property
     def shape_text(self) -> str:
-        """For example ``b2 sq256 sk512 h8/2 d128 bf16`` (query / kv heads; d/dv if they differ)."""
-        batch, seqlen_q, heads, dim = self.q.shape
-        seqlen_k, heads_kv, dim_v = self.v.shape[1:]
+        """For example ``b2 sq256 sk512 h8/2 d128 bf16`` (query / kv heads; d/dv if they differ).
+
+        ``n3`` instead of ``b2`` counts packed sequences; sq and sk are then the rows of all.
+        """
+        *batch, seqlen_q, heads, dim = self.q.shape
+        seqlen_k, heads_kv, dim_v = self.v.shape[-3:]
+        size = f"b{batch[0]}" if batch else f"n{len(self.options['cu_seqlens_q']) - 1}"
         head_text = f"h{heads}" if heads == heads_kv else f"h{heads}/{heads_kv}"
         dim_text = f"d{dim}" if dim == dim_v else f"d{dim}/{dim_v}"
         dtype = _SHORT.get(self.q.dtype, str(self.q.dtype).removeprefix("torch."))
-        return f"b{batch} sq{seqlen_q} sk{seqlen_k} {head_text} {dim_text} {dtype}"
+        return f"{size} sq{seqlen_q} sk{seqlen_k} {head_text} {dim_text} {dtype}"
+
+    def to(self, device: torch.device | str) -> "Problem":
+        """The same on another device."""
+        move = lambda x: x.to(device) if isinstance(x, Tensor) else x
+        tensors = {name: move(getattr(self, name)) for name in ("q", "k", "v", "dout")}
+        options = {name: move(value) for name, value in self.options.items()}
+        return replace(self, **tensors, options=options)
 
 
 @dataclass(frozen=True)
@@ -149,7 +162,8 @@ def make(
         None if x is None else torch.from_numpy(x.astype(np.int32)).to(device)
         for x in (draft.seqused_q, draft.seqused_k)
     ]
-    return Problem(*tensors, seqused_q=used[0], seqused_k=used[1], name=name, seed=seed)
+    options = {f"seqused_{side}": x for side, x in zip("qk", used) if x is not None}
+    return Problem(*tensors, options=options, name=name, seed=seed)
 
 
 @torch.no_grad()

@@ -82,13 +82,13 @@ def problem(
 
 def run(stage: Stage, given: inputs.Problem, console: Console) -> Result:
     """Do the job and print it as it goes. Raises ValueError or TypeError for a bad problem."""
-    q, k, v = given.q, given.k, given.v
-    if given.seqused_q is not None or given.seqused_k is not None:
+    if given.options and not stage.config.ENVELOPE.masks:
         raise ValueError(
             f"{given.name} has sequence lengths, which stage {stage.tag} does not take (stage 08 "
             f"brings them); allowed: {', '.join(contract.generators())}"
         )
-    check(stage, q, k, v, given.softmax_scale, need_cuda=False)
+    tensors = given.q, given.k, given.v
+    check(stage, *tensors, given.softmax_scale, need_cuda=False, **given.options)
     result = Result(stage.number, given.name, given.shape_text)
     console.print(f"[bold]Stage {stage.tag}, {stage.config.NAME}[/]: {stage.config.IDEA}")
     console.print(f"Problem: {given.name}, {given.shape_text}\n")
@@ -114,7 +114,7 @@ def _record(result: Result, name: str, verdicts: list[numerics.Comparison], **mo
 def _model(stage: Stage, given: inputs.Problem, console: Console, result: Result) -> None:
     with console.status(f"running the SM model of stage {stage.tag} ..."):
         start = time.perf_counter()
-        run = stage.simulate(given.q, given.k, given.v, softmax_scale=given.softmax_scale)
+        run = stage.simulate_problem(given)
         seconds = time.perf_counter() - start
         verdicts = contract.judge(given, run.out, run.lse)
     _record(
@@ -165,11 +165,7 @@ def _gpu(stage: Stage, given: inputs.Problem, console: Console, result: Result) 
     if reason:
         result.not_done["kernel on a GPU"] = reason
         return
-    moved = inputs.Problem(
-        *(x.cuda() for x in (given.q, given.k, given.v, given.dout)),
-        softmax_scale=given.softmax_scale,
-        name=given.name,
-    )
+    moved = given.to("cuda")
     with console.status("running the kernel on the GPU ..."):
         out, lse = contract_gpu.run_problem(stage, moved)
         verdicts = contract.judge(moved, out, lse)

@@ -5,8 +5,8 @@ Note [Which query sees which key]
     Query i of len_q stands at key position p = i + len_k - len_q: the last query at the last key
     (bottom-right alignment). It sees key j of 0 ... len_k - 1 where p - left <= j <= p + right.
     None and -1 leave a side open; any other number counts keys, and may be negative: (-5, 8) sees
-    p + 5 ... p + 8, and (-5, 3) nothing. `causal` caps right at 0. A query that sees nothing has O
-    = 0, LSE = -inf and no gradient.
+    p + 5 ... p + 8, and (-5, 3) nothing. `causal` caps right at 0. A query that sees nothing has
+    O = 0, LSE = -inf and no gradient.
 
 Runs: host.
 """
@@ -99,7 +99,8 @@ class Mask:
             rows = (Sequence(0, self.max_seqlen_q, 0, self.max_seqlen_k),) * self.batch
         else:
             rows = tuple(Sequence(*row) for row in self.lengths.tolist())
-        return Sequences(rows, self.packed, sum(self._pairs(row) for row in rows))
+        pairs = sum(self._pairs(row) for row in rows)
+        return Sequences(rows, self.packed, pairs, (self.max_seqlen_q, self.max_seqlen_k))
 
     def _pairs(self, row: Sequence) -> int:
         """Visible (query, key) of a sequence."""

@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import shorten
@@ -257,21 +257,27 @@ def stage_problems(
 ) -> dict[str, inputs.Problem]:
     """The inputs that mutants are tried on, of one CTA each; see `stage_subject`.
 
-    A CTA of a forward owns queries and visits keys, one of a backward the other way round. dtype:
-    the envelope's first when None.
+    A CTA of a forward owns queries and visits keys, one of a backward the other way round. With
+    masks, "masked" has tiles with a mask first and last, and tiles without between. dtype: the
+    envelope's first when None.
     """
     envelope, head_dim = stage.config.ENVELOPE, check_head_dim(stage, head_dim)
     turns = 1 + WRAPS * max((row.stages for row in stage.config.plan(head_dim).barriers), default=1)
     owned_tiles, owned_tile = cta_tiles(stage, head_dim)
-    backward, unit = stage.kind == "backward", envelope.seqlen_multiple
-    visited_tile = stage.config.TILE if backward else stage.config.TILE_N[head_dim]
+    backward, unit = stage.kind == "backward", visited_unit(stage, head_dim)
+    visited_tile = _visited_tile(stage, head_dim)
     visited, owned = math.ceil(turns * visited_tile / unit) * unit, owned_tiles * owned_tile
     least, odd = ("queries", "key") if backward else ("keys", "query")
     sizes = {"gaussian": (owned, visited), "ascending_max": (owned, visited)}
     if owned_tiles > 1:  # with a visit less: a loop unrolled by two has something left over
         sizes[f"odd {odd} tile"] = (owned - owned_tile, visited - unit)
     sizes[f"least {least}"] = (owned, unit)
-    return {
+    options = {}
+    if envelope.masks:
+        inner = owned + visited - unit // 2
+        sizes["masked"] = (owned, 2 * owned + visited)
+        options["masked"] = {"window_size": (0, inner) if backward else (inner, 0)}
+    made = {
         name: inputs.make(
             name if name in inputs.GENERATORS else "gaussian",
             batch=1,
@@ -284,6 +290,16 @@ def stage_problems(
         )
         for name, (owned, visited) in sizes.items()
     }
+    return {name: replace(row, options=options.get(name, {})) for name, row in made.items()}
+
+
+def visited_unit(stage: KernelSource, head_dim: int) -> int:
+    """The fewest rows of whole tiles that a CTA can visit."""
+    return max(stage.config.ENVELOPE.seqlen_multiple, _visited_tile(stage, head_dim))
+
+
+def _visited_tile(stage: KernelSource, head_dim: int) -> int:
+    return stage.config.TILE if stage.kind == "backward" else stage.config.TILE_N[head_dim]
 
 
 def _runner(stage: KernelSource, problem: inputs.Problem) -> Problem:

@@ -30,10 +30,13 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, device) -> tuple[Tensor,
 
 
 class Guards:
-    """Of one or more launches: copies of the inputs, given by name, and guards of the outputs."""
+    """Of one or more launches: copies of the inputs, given by name, and guards of the outputs.
 
-    def __init__(self, **inputs: Tensor | None):
-        self._inputs = {name: x for name, x in inputs.items() if x is not None}
+    What is no tensor is left out.
+    """
+
+    def __init__(self, **inputs: object):
+        self._inputs = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
         self._before = {name: x.clone() for name, x in self._inputs.items()}
         self._checks: list[Callable] = []
 

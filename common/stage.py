@@ -69,8 +69,10 @@ class KernelSource:
 
     def simulate_problem(self, problem, **options):
         """`simulate` on the tensors of an `inputs.Problem`, wherever they are."""
-        tensors = [getattr(problem, name).cpu() for name in self.TENSORS]
-        return self.simulate(*tensors, softmax_scale=problem.softmax_scale, **options)
+        given = problem.to("cpu")
+        tensors = [getattr(given, name) for name in self.TENSORS]
+        scale = problem.softmax_scale
+        return self.simulate(*tensors, softmax_scale=scale, **given.options, **options)
 
 
 class Part(KernelSource):

@@ -338,9 +338,9 @@ def test_the_boxes_of_a_tile_are_one_step():
         copy(Kind.LOAD, 0, 8192, 1024, OTHER, 0xDEF, 256),
     ]
     assert _steps(*boxes) == [
-        ("load shared 0x1000", (4096, 2048, 0, 0, 128, 0, 0)),
-        ("load shared 0x1800", (6144, 1024, 0, 0, 256, 0, 0)),
-        ("load shared 0x2000", (8192, 1024, 1, 0, 256, 0, 0)),
+        ("load shared 0x1000", (4096, 2048, 0, 0, 128, 0, 0, 0)),
+        ("load shared 0x1800", (6144, 1024, 0, 0, 256, 0, 0, 0)),
+        ("load shared 0x2000", (8192, 1024, 1, 0, 256, 0, 0, 0)),
     ]
     (first, *_) = steps(made(*boxes))
     assert first.targets == ((f"mbarrier {BARRIER:#x}", 2048),)

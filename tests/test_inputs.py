@@ -22,7 +22,7 @@ def bits(problem):
     digest = hashlib.sha256()
     for x in (problem.q, problem.k, problem.v, problem.dout):
         digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
-    for x in (problem.seqused_q, problem.seqused_k):
+    for x in problem.options.values():
         digest.update(b"" if x is None else x.numpy().tobytes())
     return digest.hexdigest()
 
@@ -44,7 +44,7 @@ def test_shapes_and_seeds(name, dtype):
     assert one.name == name and one.seed == 3 and one.softmax_scale is None
     assert bits(one) == bits(inputs.make(name, **SMALL, dtype=dtype, seed=3))
     assert bits(one) != bits(inputs.make(name, **SMALL, dtype=dtype, seed=4))
-    assert (one.seqused_k is None) == (inputs.GENERATORS[name].needs is None)
+    assert (not one.options) == (inputs.GENERATORS[name].needs is None)
     if inputs.GENERATORS[name].needs is None:
         assert all(x.isfinite().all() for x in (one.q, one.k, one.v, one.dout))
 
@@ -59,7 +59,7 @@ def test_bits_are_pinned():
 def test_small_sizes(name, batch, sq, sk):
     problem = inputs.make(name, batch=batch, seqlen_q=sq, seqlen_k=sk, heads=2, head_dim=8)
     assert problem.q.shape == (batch, sq, 2, 8) and problem.k.shape == (batch, sk, 2, 8)
-    used = {"seqused_q": problem.seqused_q, "seqused_k": problem.seqused_k}
+    used = problem.options
     assert reference.attention(problem.q, problem.k, problem.v, **used).out.isfinite().all()
 
 
@@ -184,12 +184,13 @@ def test_surrounded_by_nan(dtype):
 def test_excluded_nan_always_leaves_a_row_out():
     tiny = {**SMALL, "batch": 64, "seqlen_q": 2, "seqlen_k": 3}
     problem = inputs.make("excluded_nan", **tiny)
-    assert (problem.seqused_q == 1).all() and set(problem.seqused_k.tolist()) == {1, 2}
+    assert (problem.options["seqused_q"] == 1).all()
+    assert set(problem.options["seqused_k"].tolist()) == {1, 2}
 
 
 def test_excluded_nan():
     problem = inputs.make("excluded_nan", **{**SMALL, "batch": 8})
-    used_q, used_k = problem.seqused_q, problem.seqused_k
+    used_q, used_k = problem.options["seqused_q"], problem.options["seqused_k"]
     assert used_q.dtype == used_k.dtype == torch.int32
     assert ((used_q >= 32) & (used_q < 64)).all() and ((used_k >= 192) & (used_k < 384)).all()
     assert used_q.unique().numel() > 1 and used_k.unique().numel() > 1
@@ -203,9 +204,8 @@ def test_excluded_nan():
             assert x[b, : used[b]].isfinite().all()
             assert not x[b, used[b] :].isfinite().any()
             assert x[b, used[b] :].isnan().any() and x[b, used[b] :].isinf().any()
-    lengths = {"seqused_q": used_q, "seqused_k": used_k}
-    result = reference.attention(problem.q, problem.k, problem.v, **lengths)
-    out, _ = reference.same_precision(problem.q, problem.k, problem.v, **lengths)
+    result = reference.attention(problem.q, problem.k, problem.v, **problem.options)
+    out, _ = reference.same_precision(problem.q, problem.k, problem.v, **problem.options)
     assert result.out.isfinite().all() and not result.unspecified.any()
     numerics.compare(out, result.out, out).check()
 

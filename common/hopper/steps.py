@@ -258,7 +258,7 @@ class _Reader:
         smem, other, _, tensor = event.words[:4]
         size = sum(record.words[2] for record in step.records)
         number = self.tensors.setdefault(tensor, len(self.tensors)) if tensor else -1
-        coordinates = event.words[5:9]
+        coordinates = *event.words[5:9], event.words[4]  # the fifth is apart
         columns = tuple(record.words[5] for record in step.records)  # of each box
         step.what = self.names.shared(smem & OFFSET)
         step.numbers = (smem & OFFSET, size, number, *coordinates)

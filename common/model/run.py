@@ -52,9 +52,9 @@ class Run:
         return self.flop / self.seconds / 1e12
 
     def busy(self) -> dict[str, float]:
-        """Share of cycles in which each engine was busy, from 0 to 1.
+        """Share of a CTA's cycles in which each engine was busy, from 0 to 1.
 
-        Of the first CTA that had work; of a pair: the leader's engines.
+        Of the first CTA that had work, of a pair the leader's engines.
         """
         spent = {name: 0.0 for name in ENGINES}
         for span in self.trace:
@@ -110,7 +110,7 @@ def gradient_run(
     given = sequences or Sequences.whole(q, k)
     dk, dv = torch.zeros_like(k), torch.zeros_like(k)
     accum = torch.zeros(q.shape[0], heads, q.shape[1], head_dim)
-    blocks = math.ceil(max((row.len_k for row in given.rows), default=0) / unit)
+    blocks = math.ceil(given.longest[1] / unit)
     ran = _Ran(blocks, heads, len(given.rows), max_ctas)
     for b, head, n_block, wanted in ran.places():
         entry, row = given.entry(b), given.rows[b]
@@ -147,7 +147,7 @@ def grid_run(
     given = sequences or Sequences.whole(q, k)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = torch.full((batch, heads, seqlen_q), -math.inf)
-    blocks = math.ceil(max((row.len_q for row in given.rows), default=0) / tile_m)
+    blocks = math.ceil(given.longest[0] / tile_m)
     ran = _Ran(blocks, heads, len(given.rows), max_ctas)
     for b, head, m_block, wanted in ran.places():
         entry, row = given.entry(b), given.rows[b]

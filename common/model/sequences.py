@@ -37,19 +37,26 @@ class Sequences:
     """All sequences of a problem.
 
     rows: of each; packed: whether they lie one after the other in a single batch entry; pairs: how
-    many (query, key) are visible, over all of them.
+    many (query, key) are visible, over all of them; longest: (queries, keys) that no sequence
+    exceeds, for which a launch has CTAs.
     """
 
     rows: tuple[Sequence, ...]
     packed: bool
     pairs: int
+    longest: tuple[int, int]
 
     @classmethod
     def whole(cls, q: torch.Tensor, k: torch.Tensor) -> Sequences:
         """Every batch entry of q (b, sq, h, d) and k (b, sk, h, d) in full, without a mask."""
         row = Sequence(0, q.shape[1], 0, k.shape[1])
-        return cls((row,) * q.shape[0], False, q.shape[0] * row.len_q * row.len_k)
+        pairs = q.shape[0] * row.len_q * row.len_k
+        return cls((row,) * q.shape[0], False, pairs, (row.len_q, row.len_k))
 
     def entry(self, number: int) -> int:
         """The batch entry of the tensors that holds a sequence."""
         return 0 if self.packed else number
+
+    def first_tile(self, number: int, rows: int) -> int:
+        """Where a sequence's tiles of `rows` query rows begin, where no two sequences share one."""
+        return self.rows[number].begin_q // rows + number - self.entry(number)
