@@ -37,8 +37,8 @@ SLOTS_RESCALE = 90 / 128  # per column of O: 90 in the compiled loop of CORRECTI
 REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "* fence_before in begin": "only alloc came before, which is synchronous",
     "* fence_after in begin": "start orders alloc alone, which is synchronous",
-    "SOFTMAX? wait stats_empty? in softmax #1": "S full follows o_rescaled, which follows the read",
-    "SOFTMAX? fence_before in softmax #1": "CORRECTION touches O alone; s_full released its PV",
+    "SOFTMAX? wait stats_empty? in step #1": "S full follows o_rescaled, which follows the read",
+    "SOFTMAX? fence_before in step #1": "CORRECTION touches O alone; s_full released its PV",
     "MMA wait o_staged0": "CORRECTION stages tile 1 after tile 0: o_staged1 implies it",
     "CORRECTION fence_before in correction #1": "after wait_ld only dealloc, synchronous, follows",
     "MMA fence_after in mma": "only dealloc follows, which is synchronous",
