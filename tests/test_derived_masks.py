@@ -34,7 +34,7 @@ def test_the_ctas_take_as_long_as_in_the_whole_problem(mask, seqlen):
 
 
 def test_a_kind_of_cta_has_the_work_of_its_rows():
-    """From row 512 on a causal CTA has 2 tiles with a mask; 4 others are kept, the rest left out."""
+    """From row 512 on a causal CTA has 2 tiles with a mask; of the others 4 are kept."""
     sides = (derived.OPEN, 0)
     at = lambda start: derived._masked_cta((start, start + 256), 8192, sides, 128)
     assert at(512) == ((256, 768, derived.OPEN, 0), 0)
