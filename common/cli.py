@@ -208,9 +208,9 @@ def compile_command(
 ) -> None:
     """Compile one kernel and write its PTX and cubin."""
     from .compile import compile_stage
-    from .derived import refuse_causal
+    from .derived import refuse_masks
 
-    refuse_causal(stage, causal)
+    refuse_masks(stage, causal)
     kernel = compile_stage(stage.part(part), arch=arch, dtype=dtype.value, head_dim=head_dim)
     out.mkdir(parents=True, exist_ok=True)
     for suffix in ("ptx", "cubin"):
@@ -313,6 +313,10 @@ def model(
     heads: Annotated[int, typer.Option(min=1)] = 16,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
     causal: Annotated[bool, typer.Option("--causal", help="With the causal mask.")] = False,
+    window: Annotated[
+        str,
+        typer.Option(metavar="LEFT,RIGHT", help="With a window of so many keys; -1: open."),
+    ] = "",
     machine: MachineOption = "B200",
     settings: Annotated[
         Optional[list[str]],  # noqa: UP045
@@ -329,7 +333,8 @@ def model(
     if html:
         timeline.require_altair()
     on = derived.machine(machine, settings or ())
-    sizes = derived.Sizes(seqlen, heads, head_dim, causal)
+    sides = derived.parse_window(window) if window else None
+    sizes = derived.Sizes(seqlen, heads, head_dim, causal, sides)
     source = stage.part(part)
     with errors.status(f"running the SM model of stage {source.tag} ..."):
         report = derived.simulate(source, on, sizes, settings or ())

@@ -6,20 +6,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
 
 from . import inputs, roofline, timeline
 from .envelope import check
-from .model import MACHINES, Machine, Run
+from .grid import cta_tiles
+from .masks import mask_of
+from .model import MACHINES, OPEN, Machine, Run
 from .stage import KernelSource
 
-FIRST_CAUSAL = 8  # the stage that brings masks
+FIRST_MASKS = 8  # the stage that brings them
 SIMULATED_ROWS = 512  # given to the model, query rows or a backward's keys: one CTA (or pair)
 SMALL_KEYS = 128  # queries and keys of a page's picture
 SIMULATED_KEYS = 1024  # more key tiles of the steady state teach nothing new
+STEADY_TILES = 4  # without a mask, of a CTA that is simulated with one
 PRODUCTS = {"attention": 2, "backward": 5}  # matrix products of a tile
 
 
@@ -41,12 +44,22 @@ def machine(name: str, settings: Sequence[str] = ()) -> Machine:
     return MACHINES[name].with_changes(values)
 
 
-def refuse_causal(stage: KernelSource, causal: bool) -> None:
-    """ValueError when a causal mask is asked of a stage that has none."""
-    if causal and stage.number < FIRST_CAUSAL:
+def parse_window(text: str) -> tuple[int, int]:
+    """LEFT,RIGHT as `window_size` takes it; ValueError for another text."""
+    try:
+        left, right = (int(side) for side in text.split(","))
+    except ValueError:
         raise ValueError(
-            f"stage {stage.tag} has no causal mask (stage {FIRST_CAUSAL:02d} brings it)"
-        )
+            f"--window takes LEFT,RIGHT, such as 1024,0, with -1 for an open side; got {text!r}"
+        ) from None
+    return left, right
+
+
+def refuse_masks(stage: KernelSource, causal: bool, window: tuple[int, int] | None = None) -> None:
+    """ValueError when a mask is asked of a stage that has none."""
+    if (causal or window) and stage.number < FIRST_MASKS:
+        what = "causal mask" if causal else "window"
+        raise ValueError(f"stage {stage.tag} has no {what} (stage {FIRST_MASKS:02d} brings it)")
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,13 @@ class Sizes:
     heads: int
     head_dim: int
     causal: bool = False
+    window: tuple[int, int] | None = None
+
+    @property
+    def mask(self) -> dict:
+        """The mask as options of the op; empty without one."""
+        window = {"window_size": self.window} if self.window else {}
+        return ({"causal": True} if self.causal else {}) | window
 
 
 @dataclass(frozen=True)
@@ -107,19 +127,27 @@ def simulate(
 ) -> Report:
     """Run one CTA of a stage or part on the SM model and derive the time of a problem of `sizes`.
 
-    The CTA sees at most SIMULATED_KEYS keys (of a backward: queries); more tiles repeat its steady
-    state. Raises ValueError for what the stage does not take.
+    The CTA has no mask and sees at most SIMULATED_KEYS keys (of a backward: queries); more tiles
+    repeat its steady state. With a mask, see `_masked_time`. Raises ValueError for what the stage
+    does not take.
     """
-    refuse_causal(stage, sizes.causal)
+    refuse_masks(stage, sizes.causal, sizes.window)
     _check_sizes(stage, sizes)
     rows, keys = min(sizes.seqlen, SIMULATED_ROWS), min(sizes.seqlen, SIMULATED_KEYS)
-    turn = -1 if stage.kind == "backward" else 1  # its CTAs own keys and visit queries
+    turn = _turn(stage)
     start = time.perf_counter()
     run = _one_cta(stage, on, *(rows, keys)[::turn], sizes.head_dim)
     phases = timeline.phases(run)
     tile_m = math.ceil(rows / run.ctas)
     cluster = getattr(stage.config, "CTAS", 1)  # that run as one
     places = on.with_changes({"sms": on["sms"] // cluster}) if cluster > 1 else on
+    if sizes.mask:
+        tiles = math.ceil(keys / _visited_tile(stage, sizes.head_dim))
+        whole = _masked_time(stage, places, sizes, phases.per_tile * phases.tiles / tiles)
+        seconds = time.perf_counter() - start
+        return Report(
+            stage, sizes, tuple(settings), (tile_m, keys)[::turn], run, phases, whole, seconds
+        )
     whole = timeline.problem_time(
         phases.prologue,
         phases.per_tile,
@@ -131,14 +159,83 @@ def simulate(
         tile_n=math.ceil(keys / phases.tiles),
         head_dim=sizes.head_dim,
         heads=sizes.heads,
-        causal=sizes.causal,
         products=PRODUCTS[stage.kind],
     )
     seconds, simulated = time.perf_counter() - start, (tile_m, keys)[::turn]
     return Report(stage, sizes, tuple(settings), simulated, run, phases, whole, seconds)
 
 
-def _one_cta(stage: KernelSource, on: Machine, rows: int, keys: int, head_dim: int) -> Run:
+def _masked_time(
+    stage: KernelSource, on: Machine, sizes: Sizes, per_visited: float
+) -> timeline.ProblemTime:
+    """Derived time of a problem with a mask, whose CTAs have unequal work.
+
+    Each CTA is simulated alone, with the tiles that it visits, but of those that need no mask only
+    STEADY_TILES: the others are taken out of the middle and count `per_visited` cycles, as in a CTA
+    without a mask. CTAs that are then the same are simulated once; a causal mask has a few kinds,
+    whatever the length. SMs take the CTAs in the order of the grid, each when it is free. FLOP are
+    those of the visible pairs.
+    """
+    tiles, tile = cta_tiles(stage, sizes.head_dim)
+    rows, seqlen, visited = tiles * tile, sizes.seqlen, _visited_tile(stage, sizes.head_dim)
+    row = torch.zeros(1, seqlen, 1, 1)
+    mask = mask_of(row, row, **sizes.mask)
+    sides = (mask.left, mask.right)[:: _turn(stage)]
+    known: dict[tuple[int, ...], float] = {}
+    work = []
+    for start in range(0, seqlen, rows):
+        kind, left_out = _masked_cta((start, min(start + rows, seqlen)), seqlen, sides, visited)
+        if kind not in known:
+            known[kind] = _masked_cycles(stage, on, sizes.head_dim, *kind)
+        work.append(known[kind] + left_out * per_visited)
+    flop = 2.0 * PRODUCTS[stage.kind] * sizes.heads * sizes.head_dim * mask.sequences().pairs
+    return timeline.scheduled(on, work, sizes.heads, flop)
+
+
+def _masked_cta(
+    own: tuple[int, int], seqlen: int, sides: tuple[int, int], visited: int
+) -> tuple[tuple[int, int, int, int], int]:
+    """A problem of one CTA that has the work of the rows `own`, but for some tiles, and how many.
+
+    Row i sees i - before ... i + after of seqlen, (before, after) = sides. Tiles of `visited` rows
+    before the first that is seen are dropped, and so is what lies behind the last. The problem:
+    (rows, seen, before, after), aligned at the end as all are.
+    """
+    (start, stop), (before, after) = own, sides
+    base = max(start - before, 0) // visited * visited
+    end = max(min(stop + after, seqlen), base)
+    first = math.ceil(max(stop - 1 - before, 0) / visited)
+    last = min(start + after + 1, seqlen) // visited
+    left_out = max(0, last - first - STEADY_TILES)
+    seen = end - base - left_out * visited
+    shift = start - base - (seen - (stop - start))  # of the rows, against their places at the end
+    before = before if before == OPEN else before - shift
+    after = after if after == OPEN else after + shift - left_out * visited
+    return (stop - start, seen, before, after), left_out
+
+
+def _masked_cycles(
+    stage: KernelSource, on: Machine, head_dim: int, rows: int, seen: int, before: int, after: int
+) -> float:
+    """Cycles of the only CTA of a problem; of a backward it has keys, and sees queries."""
+    sizes, sides = (rows, seen)[:: _turn(stage)], (before, after)[:: _turn(stage)]
+    window = tuple(None if side == OPEN else side for side in sides)
+    return _one_cta(stage, on, *sizes, head_dim, {"window_size": window}).cta_cycles[0]
+
+
+def _turn(stage: KernelSource) -> int:
+    """Step of a slice that makes (owned, visited) of it (queries, keys): a backward owns keys."""
+    return -1 if stage.kind == "backward" else 1
+
+
+def _visited_tile(stage: KernelSource, head_dim: int) -> int:
+    """Rows of a tile that a CTA visits."""
+    return stage.config.TILE if stage.kind == "backward" else stage.config.TILE_N[head_dim]
+
+
+def _one_cta(
+    stage: KernelSource, on: Machine, rows: int, keys: int, head_dim: int, mask: dict | None = None
+) -> Run:
     given = inputs.make(
         "llm_like",
         batch=1,
@@ -149,7 +246,7 @@ def _one_cta(stage: KernelSource, on: Machine, rows: int, keys: int, head_dim: i
         dtype=torch.bfloat16,
         seed=0,
     )
-    return stage.simulate_problem(given, machine=on, max_ctas=1)
+    return stage.simulate_problem(replace(given, options=mask or {}), machine=on, max_ctas=1)
 
 
 def small_run(stage: KernelSource, on: Machine, head_dim: int) -> Run:
@@ -184,6 +281,7 @@ def print_report(report: Report, console: Console, table) -> None:
         f"{phases.tiles} tiles of {phases.per_tile:,.0f}, {phases.epilogue:,.0f} after"
     )
     mask = ", causal" if sizes.causal else ""
+    mask += ", window {},{}".format(*sizes.window) if sizes.window else ""
     problem = f"b1 s{sizes.seqlen} h{sizes.heads} d{sizes.head_dim}{mask}"
     say(
         f"Problem {problem}: {whole.ctas} CTAs on {report.run.machine['sms']:.0f} SMs "
@@ -191,7 +289,7 @@ def print_report(report: Report, console: Console, table) -> None:
         f"{whole.tflops:.3g} TFLOP/s (derived, not measured)"
     )
     say("Assumed:")
-    for line in timeline.ASSUMPTIONS[: None if sizes.causal else -1]:
+    for line in timeline.ASSUMPTIONS[: None if sizes.mask else -1]:
         say(f"- {line}")
 
 

@@ -432,7 +432,8 @@ ASSUMPTIONS = (
     "every CTA takes the prologue, its key tiles and the epilogue as long as the simulated one",
     "an SM has one CTA at a time; CTAs start in order on the SM that is free first",
     "SMs do not slow each other down; launch overhead is nil and the clock constant",
-    "causal: tiles beyond the diagonal are skipped, those on it cost as much as full ones",
+    "with a mask each kind of CTA is simulated; of more than 4 tiles that need none, each further "
+    "one takes as long as in a full CTA",
 )
 
 
@@ -456,10 +457,11 @@ def problem_time(
     """Derived time of an attention forward from the cycles of one CTA (see ASSUMPTIONS).
 
     A CTA has tile_m query rows and visits key tiles of tile_n; a causal one only those up to its
-    last row, the last query facing the last key. Query tiles start first to last (longest_first:
-    last to first), then heads, then batch. FLOP are 2 b h sq sk d for each of the `products`, with
-    a causal mask those of the visible area, half of it when sq = sk. A backward without a mask is
-    the same with queries and keys exchanged. Raises TypeError or ValueError for other numbers.
+    last row, the last query facing the last key, all at the same cost. Query tiles start first to
+    last (longest_first: last to first), then heads, then batch. FLOP are 2 b h sq sk d for each of
+    the `products`, with a causal mask those of the visible area, half of it when sq = sk. A
+    backward without a mask is the same with queries and keys exchanged. Raises TypeError or
+    ValueError for other numbers.
     """
     _check_cycles(cycles_prologue, cycles_per_tile, cycles_epilogue)
     sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "tile_m": tile_m, "tile_n": tile_n}
@@ -474,19 +476,30 @@ def problem_time(
     overhead = cycles_prologue + cycles_epilogue
     sms = int(machine["sms"])
     if causal:
-        if ctas > MAX_CTAS:
-            raise ValueError(f"{ctas} causal CTAs are more than {MAX_CTAS}; use fewer heads")
         lasts = [min((block + 1) * tile_m, seqlen_q) for block in range(blocks)]
         seen = [max(0, min(seqlen_k, row + seqlen_k - seqlen_q)) for row in lasts]
         work = [overhead + math.ceil(keys / tile_n) * cycles_per_tile for keys in seen]
-        total = sum(work) * slices
-        order = sorted(work, reverse=True) if longest_first else work
-        cycles = _makespan(order, slices, sms)
+        work = sorted(work, reverse=True) if longest_first else work
     else:
-        one = overhead + math.ceil(seqlen_k / tile_n) * cycles_per_tile
-        total, cycles = ctas * one, math.ceil(ctas / sms) * one
+        work = [overhead + math.ceil(seqlen_k / tile_n) * cycles_per_tile] * blocks
     flop = 2.0 * products * slices * head_dim * _pairs(seqlen_q, seqlen_k, causal)
+    if causal:
+        return scheduled(machine, work, slices, flop)
+    total, cycles = ctas * work[0], math.ceil(ctas / sms) * work[0]
     return ProblemTime(machine, ctas, cycles, flop, total / (sms * cycles))
+
+
+def scheduled(machine: Machine, work: list[float], slices: int, flop: float) -> ProblemTime:
+    """Derived time of `slices` (heads, batch entries) of CTAs that take the cycles of `work`.
+
+    The next CTA in the order of the grid goes to the SM that is free first. ValueError for more
+    CTAs than are scheduled one by one.
+    """
+    ctas, sms = len(work) * slices, int(machine["sms"])
+    if ctas > MAX_CTAS:
+        raise ValueError(f"{ctas} CTAs of unequal length are more than {MAX_CTAS}; use fewer heads")
+    cycles = _makespan(work, slices, sms)
+    return ProblemTime(machine, ctas, cycles, flop, sum(work) * slices / (sms * cycles))
 
 
 def _check_cycles(prologue: float, per_tile: float, epilogue: float) -> None:

@@ -280,4 +280,5 @@ def test_the_report_agrees_with_the_run(report):
         "heads": 2,
         "head_dim": 128,
         "causal": False,
+        "window": None,
     }
