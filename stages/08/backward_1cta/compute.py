@@ -113,8 +113,10 @@ def step(turn, half, smem, tmem, bars, scale_log2: Float32, key_tiles, queries, 
     """
     tS, tP, tdP, tdS = tmem["half"](half)
     rP = cute.make_rmem_tensor((config.HALF,), Float32)
+    unsigned = cutlass.Uint32  # of which remainders are single instructions
     m_tile, key_tile = position(turn, key_tiles)
-    slot, parity = ring(m_tile, cute.size(smem["sQ"], mode=[3]))
+    slot, parity = map(Int32, ring(unsigned(m_tile), cute.size(smem["sQ"], mode=[3])))
+    phase = Int32(unsigned(turn) % 2)
     sLSE = cute.local_tile(smem["sStats"][0, None, slot], (config.HALF,), (half,))
     sD = cute.local_tile(smem["sStats"][1, None, slot], (config.HALF,), (half,))
     columns = None
@@ -122,12 +124,12 @@ def step(turn, half, smem, tmem, bars, scale_log2: Float32, key_tiles, queries, 
         columns = seen_columns(queries, m_tile, half, key_tile)
     if key_tile == 0:
         cute.arch.mbarrier_wait(bars.q_full.data_ptr() + slot, parity)  # LOAD and TMA arrive
-    cute.arch.mbarrier_wait(bars.s_full.data_ptr(), turn % 2)  # MMA's commit arrives
+    cute.arch.mbarrier_wait(bars.s_full.data_ptr(), phase)  # MMA's commit arrives
     fence_after()
     probabilities(tS, tP, rP, sLSE, scale_log2, columns, masked, tidx)
     fence_before()
     cute.arch.mbarrier_arrive(bars.p_full.data_ptr())  # MMA waits
-    cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), turn % 2)  # MMA's commit arrives
+    cute.arch.mbarrier_wait(bars.dp_full.data_ptr(), phase)  # MMA's commit arrives
     fence_after()
     sdS = cute.local_tile(smem["sdS_rows"][tidx, None, key_tile], (config.HALF,), (half,))
     differences(tdP, tdS, rP, sD, sdS, tidx)
@@ -157,7 +159,7 @@ def seen_by(given, head_dim: cutlass.Constexpr, m_min, tidx: Int32):
 def seen_columns(queries, m_tile, half, key_tile):
     """(first, last) column of a half tile whose query sees this thread's key of a key tile."""
     first, last, keys = queries
-    skipped = key_tile * config.TILE  # keys, each of which sees one query more and one less
+    skipped = key_tile * config.TILE  # keys; the next is seen one query later
     before = m_tile * config.TILE + half * config.HALF - skipped
     last = last - before if skipped < keys else Int32(-1)  # no one sees a key that is not there
     return first - before, last
@@ -180,8 +182,7 @@ def compute(half, smem, tmem, bars, outputs, scales, given, tiles, key_tiles, ti
     rows = sequence(lengths, where[2], sizes[2], sizes[3])
     first_key = where[0] * config.KEY_TILES[head_dim] * config.TILE
     m_low, m_high = unmasked_queries(first_key, keys, (rows[1], rows[3]), window, m_min, m_max)
-    uniform = cute.arch.make_warp_uniform
-    low, high, end = (uniform((m_tile - m_min) * key_tiles) for m_tile in (m_low, m_high, m_max))
+    low, high, end = ((m_tile - m_min) * key_tiles for m_tile in (m_low, m_high, m_max))
     for start, stop, masked in ((Int32(0), low, True), (low, high, False), (high, end, True)):
         queries = None
         if cutlass.const_expr(masked):

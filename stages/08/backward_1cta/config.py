@@ -144,18 +144,18 @@ DECLARED = {
         "mma_kinds": "f16",
         "mma_ss": 2 * head_dim // 16 + TILE // 16,  # S and dP; dQ
         "mma_ts": 2 * TILE // 16,  # dV and dK
-        "ex2": HALF,
-        "mbarrier_waits": 17,  # one for each wait in the sources
-        "mbarrier_arrives": 8,
+        "ex2": 3 * HALF,  # COMPUTE's loop three times: with a mask, without, with
+        "mbarrier_waits": 23,  # one for each wait in the sources, unrolled
+        "mbarrier_arrives": 12,
         "commits": 7,
-        "tmem_fences": 17,
-        "tmem_load_waits": 8,  # S, two of dP, dQ, two each of dV and dK
-        "tmem_store_waits": 2,  # P, dS
-        "proxy_fences": 3 + head_dim // SLICE,  # before dQ's MMA; of dV and dK; of dQ by slices
+        "tmem_fences": 25,
+        "tmem_load_waits": 3 * 3 + 5,  # S, two of dP; dQ, two each of dV and dK
+        "tmem_store_waits": 3 * 2,  # P, dS
+        "proxy_fences": 3 + 2 + head_dim // SLICE,  # of dS; of dV and dK; of dQ by slices
         "init_fences": 1,
         "tmem_deallocs": 1,
         "tma_reductions": head_dim // SLICE,
-        "slots_per_element": ("<=", 5.1 if head_dim == 128 else 5.5),
+        "slots_per_element": ("<=", 5.1 if head_dim == 128 else 5.6),
         "mma_warp_issue": ("<=", 400),
     }
     for head_dim in KEY_TILES

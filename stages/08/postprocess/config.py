@@ -30,7 +30,7 @@ def plan(head_dim: int) -> Plan:
 DECLARED = {
     head_dim: {
         "registers": ("<=", 64),
-        "ld_global": head_dim // 4,
+        "ld_global": head_dim // 4 + 1,  # the sum; lengths
         "st_global": head_dim // 8,
         "mma_sass": 0,
     }

@@ -3,22 +3,32 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
+from ..lengths import sequence
 from . import config
 
 
 @cute.jit
-def postprocess(mdQ_accum: cute.Tensor, mdQ: cute.Tensor, softmax_scale: Float32, stream):
-    """Launch one CTA for each tile of 128 query rows.
+def postprocess(
+    mdQ_accum: cute.Tensor,
+    mdQ: cute.Tensor,
+    softmax_scale: Float32,
+    lengths: Int64,
+    batch: Int32,
+    max_seqlen_q: Int32,
+    stream,
+):
+    """Launch one CTA for each tile of 128 query rows of every sequence.
 
     Runs: host. Args: mdQ_accum (b, sq, h, d) Float32, the sum of dS K over all keys; mdQ
-    (b, sq, h, d) bf16 or fp16, d static, rows of 16-byte steps; softmax_scale; stream. sq is a
-    multiple of 128.
+    (b, sq, h, d) bf16 or fp16, d static, rows of 16-byte steps; of packed sequences b is 1;
+    softmax_scale; lengths, see `sequence`; batch, how many sequences; max_seqlen_q, no one is
+    longer; stream.
     """
-    batch, seqlen_q, heads, head_dim = mdQ.shape
-    num_m_blocks = seqlen_q // config.TILE_M
-    postprocess_kernel(mdQ_accum, mdQ, softmax_scale, num_m_blocks).launch(
+    heads, head_dim = mdQ.shape[2], mdQ.shape[3]
+    num_m_blocks = cute.ceil_div(max_seqlen_q, config.TILE_M)
+    postprocess_kernel(mdQ_accum, mdQ, softmax_scale, lengths, num_m_blocks).launch(
         grid=(num_m_blocks * heads * batch, 1, 1),
         block=(config.plan(head_dim).threads, 1, 1),
         stream=stream,
@@ -27,9 +37,13 @@ def postprocess(mdQ_accum: cute.Tensor, mdQ: cute.Tensor, softmax_scale: Float32
 
 @cute.kernel
 def postprocess_kernel(
-    mdQ_accum: cute.Tensor, mdQ: cute.Tensor, softmax_scale: Float32, num_m_blocks: Int32
+    mdQ_accum: cute.Tensor,
+    mdQ: cute.Tensor,
+    softmax_scale: Float32,
+    lengths: Int64,
+    num_m_blocks: Int32,
 ):
-    """One CTA: dQ of its tile.
+    """One CTA: dQ of its tile, if the sequence has it.
 
     Runs: 128 threads, converged. The 1-D grid counts query tiles fastest, then heads, then batch.
     """
@@ -37,29 +51,36 @@ def postprocess_kernel(
     block, _, _ = cute.arch.block_idx()
     m_block, heads = block % num_m_blocks, mdQ.shape[2]
     head, batch = block // num_m_blocks % heads, block // num_m_blocks // heads
-    tile = (config.TILE_M, mdQ.shape[3])
-    gdQ_accum, gdQ = [
-        cute.local_tile(mX[batch, None, head, None], tile, (m_block, 0)) for mX in (mdQ_accum, mdQ)
-    ]  # (TILE_M, d)
-    scale_rows(gdQ_accum, gdQ, softmax_scale, tidx)
+    begin, len_q, _, _ = sequence(lengths, batch, mdQ.shape[1], Int32(0))
+    entry, rows = cutlass.min(batch, mdQ.shape[0] - 1), len_q - m_block * config.TILE_M
+    if rows > 0:
+        tile = (config.TILE_M, mdQ.shape[3])
+        gdQ_accum, gdQ = [
+            cute.local_tile(
+                cute.domain_offset((begin, 0), mX[entry, None, head, None]), tile, (m_block, 0)
+            )
+            for mX in (mdQ_accum, mdQ)
+        ]  # (TILE_M, d)
+        scale_rows(gdQ_accum, gdQ, softmax_scale, rows, tidx)
 
 
 @cute.jit
-def scale_rows(gX: cute.Tensor, gY: cute.Tensor, scale: Float32, tidx: Int32):
+def scale_rows(gX: cute.Tensor, gY: cute.Tensor, scale: Float32, rows: Int32, tidx: Int32):
     """Write Y = X * scale.
 
     Runs: all threads; neighbours take neighbouring 16 bytes of Y, and 32 of X in two loads. Args:
-    gX (rows, d) Float32, gY (rows, d) bf16 or fp16, global, 16-byte aligned rows. Numerics: one
-    rounding in float32, one to Y. Cost: 6 d bytes a row.
+    gX (TILE_M, d) Float32, gY (TILE_M, d) bf16 or fp16, global, 16-byte aligned rows, of which
+    `rows` are there; a row behind them is the last once more. Numerics: one rounding in float32,
+    one to Y. Cost: 6 d bytes a row.
     """
-    rows, head_dim = gY.shape
+    tile_m, head_dim = gY.shape
     width = config.COPY_BYTES * 8 // gY.element_type.width  # elements of one store
     chunks = head_dim // width  # a row's stores
     rX = cute.make_rmem_tensor((width,), Float32)
     rY = cute.make_rmem_tensor((width,), gY.element_type)
-    for step in cutlass.range_constexpr(rows * chunks // config.THREADS):
+    for step in cutlass.range_constexpr(tile_m * chunks // config.THREADS):
         chunk = tidx + step * config.THREADS
-        row, column = chunk // chunks, chunk % chunks
+        row, column = cutlass.min(chunk // chunks, rows - 1), chunk % chunks
         cute.autovec_copy(cute.local_tile(gX[row, None], (width,), (column,)), rX)
         rY.store((rX.load() * scale).to(gY.element_type))
         cute.autovec_copy(rY, cute.local_tile(gY[row, None], (width,), (column,)))

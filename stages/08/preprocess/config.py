@@ -30,7 +30,7 @@ def plan(head_dim: int) -> Plan:
 DECLARED = {
     head_dim: {
         "registers": ("<=", 64),
-        "ld_global": 2 * (head_dim // 8) + 2,  # O and dO in d / 8 steps; dLSE, LSE
+        "ld_global": 2 * (head_dim // 8) + 3,  # O and dO in d / 8 steps; dLSE, LSE; lengths
         "st_global": head_dim // 4 + 2,  # zeros; D, LSE
         "mma_sass": 0,
     }
