@@ -46,9 +46,7 @@ def store_columns(rX: cute.Tensor, tX: cute.Tensor, part, tidx: Int32):
 
 
 @cute.jit
-def probabilities(
-    tS, tP, rP, sLSE: cute.Tensor, scale_log2: Float32, queries, masked, tidx: Int32
-):
+def probabilities(tS, tP, rP, sLSE: cute.Tensor, scale_log2: Float32, queries, masked, tidx: Int32):
     """P = exp2(scale S - LSE) of this thread's key, in registers and tensor memory.
 
     Runs: 128 threads, converged; thread = lane = key. Args: tS ((TILE, HALF), 1, 1) float32, tP
@@ -104,7 +102,9 @@ def differences(tdP, tdS, rP: cute.Tensor, sD: cute.Tensor, sdS: cute.Tensor, ti
 
 
 @cute.jit
-def step(turn, half, smem, tmem, bars, scale_log2: Float32, key_tiles, queries, masked, tidx: Int32):
+def step(
+    turn, half, smem, tmem, bars, scale_log2: Float32, key_tiles, queries, masked, tidx: Int32
+):
     """Turn S into P and dP into dS for half of the queries of a tile. Runs: as compute.
 
     Args: turn, how many pairs of tiles were before; queries, (first, last) that see this thread's

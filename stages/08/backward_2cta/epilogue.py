@@ -53,8 +53,8 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, place, rows, 
     """Stage this warpgroup's block of dV or dK and write it to global memory by TMA.
 
     Runs: both warpgroups; the first warp of each issues. Args: sD (TILE, HALF, 2) shared; output,
-    (the TMA atom, its tensor, a `ragged` one); place, (where, rank); rows, see `sequence`. The block is half of the
-    columns. Rows beyond the sequence are not written.
+    (the TMA atom, its tensor, a `ragged` one); place, (where, rank); rows, see `sequence`. The
+    block is half of the columns. Rows beyond the sequence are not written.
     """
     store, mD = output
     (n_block, head, batch), rank = place

@@ -194,7 +194,19 @@ def backward_kernel(
     tiles = visited_queries(where[0] * unit, unit, (rows[1], rows[3]), window)
     if tiles[0] < tiles[1]:
         by_role(
-            atoms, tensors, layouts, scales, sizes, lengths, where, rank, rows, tiles, window, head_dim, dtype
+            atoms,
+            tensors,
+            layouts,
+            scales,
+            sizes,
+            lengths,
+            where,
+            rank,
+            rows,
+            tiles,
+            window,
+            head_dim,
+            dtype,
         )
 
 
