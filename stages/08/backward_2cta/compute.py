@@ -168,11 +168,11 @@ def compute(number, smem, tmem, bars, outputs, scales, sizes, lengths, tiles, wi
     """Turn S into P and dP into dS for half of each tile's queries; then write half of dV and dK.
 
     Runs: the 128 threads of COMPUTE0 or COMPUTE1 (number 0 or 1), converged; thread = lane = key.
-    Args: smem, tmem by name; outputs, see epilogue; scales, (scale_log2, softmax_scale); place,
-    (where, rank, rows); tiles, (m_min, m_max), of which those with a mask come first and last;
-    window, (left, right); tidx in the warpgroup. COMPUTE0 has the queries whose dQ this CTA adds,
-    and writes dS to sdS; COMPUTE1 has the peer's, and writes to sdX, the third block. Waits:
-    stats_full, s_full, dp_full, dq_full. Arrives: s_read, p_full, ds_full, dx_staged.
+    Args: smem, tmem by name; outputs, see epilogue; scales, (scale_log2, softmax_scale); sizes,
+    lengths, window of the kernel; tiles, (m_min, m_max), of which those with a mask come first and
+    last; tidx in the warpgroup. COMPUTE0 has the queries whose dQ this CTA adds, and writes dS to
+    sdS; COMPUTE1 has the peer's, and writes to sdX, the third block. Waits: stats_full, s_full,
+    dp_full, dq_full. Arrives: s_read, p_full, ds_full, dx_staged.
     """
     where, rank = place(sizes)
     rows = sequence(lengths, where[2], sizes[2], sizes[3])
