@@ -229,7 +229,7 @@ def test_an_unreadable_file_is_refused(ladder, tmp_path, suffix, content):
 def test_a_file_with_other_shapes_is_refused(ladder, tmp_path, shapes, words):
     path = tmp_path / "mine.npz"
     np.savez(path, **{name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
-    _refused(ladder("run", "--qkv", str(path)), words)
+    _refused(ladder("run", "7", "--qkv", str(path)), words)
 
 
 # ---- model, roofline -----------------------------------------------------------------------
