@@ -52,7 +52,9 @@ def store_tile(store: cute.CopyAtom, mO_tma: cute.Tensor, sO: cute.Tensor, tile,
     tOsO, tOgO = cpasync.tma_partition(
         store, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
     )  # (TMA, Q_TILES), (TMA, m)
-    cute.copy(store, tOsO[None, tile], tOgO[None, m_block * config.Q_TILES + tile])
+    m_tile = m_block * config.Q_TILES + tile
+    if m_tile * config.TILE_M < rows[1]:
+        cute.copy(store, tOsO[None, tile], tOgO[None, m_tile])
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -48,7 +48,8 @@ def rows_of(mX: cute.Tensor, begin: Int32, length: Int32, head: Int32, batch: In
     """The rows of one sequence and head of a `ragged` TMA tensor: (rows, d). Runs: trace.
 
     axis: of the rows, 1 for a `turned` view, which gives (d, rows). A packed tensor has one batch
-    entry, which holds the rows of all.
+    entry, which holds the rows of all. A copy must have at least one of the rows: of a box that is
+    wholly beyond, TMA looks up the address that the descriptor starts at.
     """
     entry = cutlass.min(batch, cute.size(mX, mode=[3]) - 1)
     mX_sequence = mX[None, None, head, entry, begin + length]  # (s, d)

@@ -70,7 +70,8 @@ def load(
     """
     query, key, value = tile_views(atoms, tensors, smem, where, rows, head_dim, dtype)
     for tile in cutlass.range_constexpr(config.Q_TILES):
-        m_tile = where[0] * config.Q_TILES + tile
+        last = (rows[1] - 1) // config.TILE_M  # stands in for a tile without rows
+        m_tile = cutlass.min(where[0] * config.Q_TILES + tile, last)
         q_full = bars.q_full.data_ptr() + tile
         load_tile(atoms[0], query, m_tile, tile, q_full, stage_bytes(smem[0]))
     n_min, n_max = tiles

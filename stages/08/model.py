@@ -213,7 +213,8 @@ def load(role: Role, cta: Cta):
     """LOAD: both query tiles and, in turn, every tile of K and V."""
     yield from begin(role)
     for tile in range(config.Q_TILES):
-        load_tile(role, cta.q, tile, cta.sQ[tile], f"q_full{tile}")
+        last = (cta.sequence.len_q - 1 - cta.first_row) // config.TILE_M  # for one without rows
+        load_tile(role, cta.q, min(tile, last), cta.sQ[tile], f"q_full{tile}")
     ring = PipelineState(config.KV_STAGES[cta.head_dim], parity=1)
     for n_block in reversed(range(cta.n_min, cta.n_max)):
         for source in (cta.k, cta.v):
@@ -499,7 +500,8 @@ def stage_row(role: Role, cta: Cta, tile: int, row_sum: torch.Tensor):
 def store_tile(role: Role, cta: Cta, tile: int):
     """Write a staged output tile to global memory by TMA; its part of sO is free on return."""
     rows = slice(tile * config.TILE_M, (tile + 1) * config.TILE_M)
-    role.tma_store(cta.sO[tile], cta.out.tile(rows))
+    if cta.first_row + rows.start < cta.sequence.len_q:
+        role.tma_store(cta.sO[tile], cta.out.tile(rows))
     yield from role.bulk_wait(read=True)
 
 

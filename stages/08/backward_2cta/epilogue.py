@@ -68,8 +68,10 @@ def store_block(half, tD, scale: Float32, sD: cute.Tensor, output, place, rows, 
     tDsD, tDgD = cpasync.tma_partition(
         store, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
     )  # (TMA, 2), (TMA, n, d / HALF)
+    n_tile = n_block * config.CTAS + rank
     if cute.arch.make_warp_uniform(tidx // 32) == 0:
-        cute.copy(store, tDsD[None, half], tDgD[None, n_block * config.CTAS + rank, half])
+        if n_tile * config.TILE < rows[3]:
+            cute.copy(store, tDsD[None, half], tDgD[None, n_tile, half])
         cute.arch.cp_async_bulk_commit_group()
 
 

@@ -43,9 +43,9 @@ def tile_views(atoms, tensors, smem, where, rank, rows, head_dim: cutlass.Conste
     """(global, shared) tiles of what LOAD brings, as TMA copies them.
 
     Runs: any warp. Args: atoms and tensors by name; smem by name; where, (n_block, head, batch);
-    rank of this CTA; rows of the sequence, see `sequence`. Returns: by name (TMA, n) or (TMA, m),
-    and (TMA, STAGES); the statistics have all tiles, of which the sequence's follow those of the
-    sequences before it.
+    rank of this CTA; rows of the sequence, see `sequence`. A CTA without keys gets the leader's.
+    Returns: by name (TMA, n) or (TMA, m), and (TMA, STAGES); of Q, dO also the leader's (TMA, m);
+    the statistics have all tiles, of which the sequence's follow those of the sequences before it.
     """
     _, head, batch = where
     begin_q, len_q, begin_k, len_k = rows
@@ -56,10 +56,14 @@ def tile_views(atoms, tensors, smem, where, rank, rows, head_dim: cutlass.Conste
         begin, length = (begin_k, len_k) if name in ("K", "V", "Kt") else (begin_q, len_q)
         mX = rows_of(tensors[name], begin, length, head, batch, axis)  # (length, d) or (d, length)
         gX = cute.local_tile(mX, tile, at)  # (M or N, K, n)
-        part = mma.get_slice(rank)
-        gX = getattr(part, f"partition_{side}")(gX)  # ((this CTA's M or N, 16), 1, K / 16, n)
-        tXsX, tXgX = tma_views(atoms[name], smem[f"s{name}"], gX)  # (TMA, 1), (TMA, n)
-        views[name] = (tXgX, tXsX)
+        own = rank
+        if cutlass.const_expr(side == "A"):
+            own = rank if (where[0] * config.CTAS + rank) * config.TILE < len_k else Int32(LEADER)
+        part, leader = mma.get_slice(own), mma.get_slice(LEADER)
+        gX_own = getattr(part, f"partition_{side}")(gX)  # ((this CTA's M or N, 16), 1, K / 16, n)
+        tXsX, tXgX = tma_views(atoms[name], smem[f"s{name}"], gX_own)  # (TMA, 1), (TMA, n)
+        gX_leader = getattr(leader, f"partition_{side}")(gX)  # ((its M or N, 16), 1, K / 16, n)
+        views[name] = (tXgX, tXsX, tma_views(atoms[name], smem[f"s{name}"], gX_leader)[1])
     sStats = cute.group_modes(smem["sStats"], 0, 2)
     entry = cutlass.min(batch, cute.size(tensors["stats"], mode=[3]) - 1)
     gStats = cute.local_tile(tensors["stats"][None, None, head, entry], (2, config.TILE), (None, 0))
@@ -71,14 +75,17 @@ def tile_views(atoms, tensors, smem, where, rank, rows, head_dim: cutlass.Conste
 
 
 @cute.jit
-def load_half(load: cute.CopyAtom, views, sX: cute.Tensor, index: Int32, full, rank):
-    """Start the copy of this CTA's part of an operand of both.
+def load_half(load: cute.CopyAtom, views, sX: cute.Tensor, index: Int32, full, rank, there=True):
+    """Start the copy of this CTA's part of an operand, of the leader's if it is not `there`.
 
     Runs: LOAD. The bytes of both CTAs count on the leader's barrier `full`, where MMA waits.
     """
     if rank == LEADER:
         announce(full, config.CTAS * stage_bytes(sX))
-    cute.copy(load, views[0][None, index], views[1][None, 0], tma_bar_ptr=full)
+    if there:
+        cute.copy(load, views[0][None, index], views[1][None, 0], tma_bar_ptr=full)
+    else:
+        cute.copy(load, views[2][None, index], views[1][None, 0], tma_bar_ptr=full)
 
 
 @cute.jit
@@ -102,8 +109,8 @@ def load(atoms, tensors, smem, bars, where, rank, rows, tiles, head_dim: cutlass
     dK of its tile is done, for which the Qt of the next waited.
     """
     views = tile_views(atoms, tensors, smem, where, rank, rows, head_dim)
-    part = lambda name, index, full: load_half(
-        atoms[name], views[name], smem[f"s{name}"], index, full.data_ptr(), rank
+    part = lambda name, index, full, *there: load_half(
+        atoms[name], views[name], smem[f"s{name}"], index, full.data_ptr(), rank, *there
     )
     m_min, m_tiles = tiles[0], tiles[1] - tiles[0]
     entry = cutlass.min(where[2], cute.size(tensors["stats"], mode=[3]) - 1)
@@ -111,9 +118,10 @@ def load(atoms, tensors, smem, bars, where, rank, rows, tiles, head_dim: cutlass
     part("K", where[0], bars.k_full)
     for step in cutlass.range(m_tiles + 1, unroll=1):
         m_tile = m_min + step
+        there = m_tile * config.TILE + rank * config.HALF < rows[1]  # its half of the queries
         if step < m_tiles:
             cute.arch.mbarrier_wait(bars.q_empty.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
-            part("Q", m_tile, bars.q_full)
+            part("Q", m_tile, bars.q_full, there)
         if step > 0:
             cute.arch.mbarrier_wait(bars.qt_empty.data_ptr(), step % 2)  # MMA's commit arrives
             part("Qt", m_tile - 1, bars.qt_full)
@@ -122,7 +130,7 @@ def load(atoms, tensors, smem, bars, where, rank, rows, tiles, head_dim: cutlass
             if step == 0:
                 part("V", where[0], bars.v_full)
             cute.arch.mbarrier_wait(bars.do_empty.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives
-            part("dO", m_tile, bars.do_full)
+            part("dO", m_tile, bars.do_full, there)
             if step == 0:
                 part("Kt", where[0], bars.kt_full)
             cute.arch.mbarrier_wait(bars.dot_empty.data_ptr(), step % 2 ^ 1)  # MMA's commit arrives

@@ -166,6 +166,11 @@ class Cta:
         return slice(self.rank * config.TILE, (self.rank + 1) * config.TILE)
 
     @property
+    def has_keys(self) -> bool:
+        """Whether the sequence has any of them."""
+        return self.first_key + self.own_keys.start < self.sequence.len_k
+
+    @property
     def own_half(self) -> slice:
         """Of a query tile's rows the half that is this CTA's."""
         return slice(self.rank * config.HALF, (self.rank + 1) * config.HALF)
@@ -199,12 +204,14 @@ def load_statistics(role: Role, cta: Cta, step: int):
 
 def load(role: Role, cta: Cta):
     """LOAD: the key tiles once, then the halves of every query tile in the order of their use."""
-    load_half(role, cta, cta.k.tile(cta.own_keys), cta.sK[0], "k_full")
+    keys = cta.own_keys if cta.has_keys else slice(config.TILE)  # the leader's stand in
+    load_half(role, cta, cta.k.tile(keys), cta.sK[0], "k_full")
     for step in range(cta.m_tiles + 1):
         first = (cta.m_min + step) * config.TILE
         rows = slice(first, first + config.TILE)
         before = slice(first - config.TILE, first)
         start = first + cta.own_half.start
+        start = start if start < cta.sequence.len_q else first  # as do its queries
         own_rows = slice(start, start + config.HALF)
         if step < cta.m_tiles:
             yield from role.wait("q_empty", step % 2 ^ 1, step)  # MMA's commit arrives
@@ -216,7 +223,7 @@ def load(role: Role, cta: Cta):
         if step < cta.m_tiles:
             load_statistics(role, cta, step)
             if step == 0:
-                load_half(role, cta, cta.v.tile(cta.own_keys), cta.sV[0], "v_full")
+                load_half(role, cta, cta.v.tile(keys), cta.sV[0], "v_full")
             yield from role.wait("do_empty", step % 2 ^ 1, step)  # MMA's commit arrives
             load_half(role, cta, cta.dout.tile(own_rows), cta.sdO[0], "do_full", step)
             if step == 0:
@@ -473,7 +480,8 @@ def add_slice(role: Role, cta: Cta, values: torch.Tensor, m_tile: int, number: i
         lanes = slice(half * config.HALF, (half + 1) * config.HALF)
         column = half * cta.head_dim // 2 + number * config.SLICE
         target = slice(start, start + config.HALF), slice(column, column + config.SLICE)
-        role.reduce_add(cta.sdQ[0].part(lanes), cta.dq_accum.tile(*target), m_tile)
+        if start < cta.sequence.len_q:
+            role.reduce_add(cta.sdQ[0].part(lanes), cta.dq_accum.tile(*target), m_tile)
 
 
 # ---- epilogue ------------------------------------------------------------------------------
@@ -503,7 +511,8 @@ def store_block(role: Role, cta: Cta, tD, scale: float, staged, target: Global, 
     role.fence_proxy()
     role.fence_before()
     yield from role.sync("staged")
-    role.tma_store(staged, target.tile(cta.own_keys, slice(column, column + wide)))
+    if cta.has_keys:
+        role.tma_store(staged, target.tile(cta.own_keys, slice(column, column + wide)))
 
 
 # ---- kernel --------------------------------------------------------------------------------

@@ -31,12 +31,13 @@ def load_row(tdQ: cute.Tensor, tidx: Int32):
 
 
 @cute.jit
-def add_slice(reduce: cute.CopyAtom, views, rdQ: cute.Tensor, sdQ, row_block, number, tidx: Int32):
+def add_slice(reduce: cute.CopyAtom, views, rdQ, sdQ, row_block, there, number, tidx: Int32):
     """Stage a SLICE of dQ, when the one before has left, and add it to global memory.
 
     Runs: 128 threads, converged; warp 0 issues. Args: reduce, the TMA atom; views, (shared (TMA,
     2), global (TMA, 2 m, d / SLICE)); rdQ (SLICE,) Float32, this thread's; sdQ (HALF, SLICE, 2)
-    Float32 shared: the lower lanes' rows with the lower columns, the upper lanes' with the upper.
+    Float32 shared: the lower lanes' rows with the lower columns, the upper lanes' with the upper;
+    there, whether the sequence has any of the rows.
     """
     width = config.COPY_BYTES * 8 // 32  # elements of one shared store
     warp = cute.arch.make_warp_uniform(tidx // 32)
@@ -50,9 +51,10 @@ def add_slice(reduce: cute.CopyAtom, views, rdQ: cute.Tensor, sdQ, row_block, nu
     cute.arch.fence_proxy("async.shared", space="cta")  # sdQ: written by threads, read by TMA
     cute.arch.barrier(barrier_id=1, number_of_threads=128)  # dq_slot: warp 0 waits for all
     if warp == 0:
-        for half in cutlass.range_constexpr(2):
-            column = half * (config.HALF // config.SLICE) + number
-            cute.copy(reduce, views[0][None, half], views[1][None, row_block, column])
+        if there:
+            for half in cutlass.range_constexpr(2):
+                column = half * (config.HALF // config.SLICE) + number
+                cute.copy(reduce, views[0][None, half], views[1][None, row_block, column])
         cute.arch.cp_async_bulk_commit_group()
 
 
@@ -82,6 +84,7 @@ def reduce(atom: cute.CopyAtom, mdQ, smem, tdQ, bars, place, tiles, tidx: Int32)
         for number in cutlass.range_constexpr(cute.size(rdQ) // config.SLICE):
             part = cute.local_tile(rdQ, (config.SLICE,), (number,))
             row_block = (tiles[0] + step) * config.CTAS + rank
-            add_slice(atom, views, part, sdQ, row_block, number, tidx)
+            there = row_block * config.HALF < rows[1]
+            add_slice(atom, views, part, sdQ, row_block, there, number, tidx)
     if cute.arch.make_warp_uniform(tidx // 32) == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
