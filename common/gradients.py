@@ -39,13 +39,17 @@ def attention(stage: Stage, q, k, v, softmax_scale, return_lse: bool, mask: dict
     """
     problem = check(stage, q, k, v, softmax_scale, **mask)
     q, k, v = problem.batched(q, k, v)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        out, lse = _Attention.apply(q, k, v, stage, problem)
-    else:
-        out, lse = forward(stage, problem, q, k, v)
+    out, lse = attend(stage, problem, q, k, v)
     if problem.mask and problem.mask.packed:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
+
+
+def attend(stage: Stage, problem: Problem, q, k, v) -> tuple[Tensor, Tensor]:
+    """(out, lse) of checked tensors (b, s, h, d); differentiable where an input requires grad."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, stage, problem)
+    return forward(stage, problem, q, k, v)
 
 
 class _Attention(torch.autograd.Function):

@@ -136,23 +136,26 @@ def mask_arguments(problem: Problem, count: int = 6) -> tuple[int, ...]:
 
 def start(kernel: CompiledKernel | HopperKernel, *arguments) -> None:
     """Start a kernel on the current stream of the device of its first argument, a tensor."""
-    given = [_aligned(x.detach()) if isinstance(x, torch.Tensor) else x for x in arguments]
+    given = [_given(x) if isinstance(x, torch.Tensor) else x for x in arguments]
     with torch.cuda.device(given[0].device), torch.no_grad():
         kernel.function(*given)
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements of q, k, v or their like (b, s, h, d), 16-bit or float32.
+def _given(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements for a kernel: without autograd, and of (b, s, h, d) with aligned strides.
 
     Strides of axes of size 1, which address nothing, become aligned.
     """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dim() != 4:
         return tensor
     step = ALIGN_BYTES // tensor.element_size()
+    batch, row, head, _ = tensor.stride()
+    if not (batch | row | head) % step:  # a power of two: all are multiples
+        return tensor
     strides = [
         stride if size > 1 or stride % step == 0 else 0
         for size, stride in zip(tensor.shape, tensor.stride())
     ]
-    if tuple(strides[:3]) == tensor.stride()[:3]:
-        return tensor
     return tensor.as_strided(tensor.shape, (*strides[:3], 1))

@@ -4,6 +4,11 @@
 Two operators are registered with torch, flash_ladder::attention and its gradient, with fake
 kernels and autograd: torch.compile traces through them without a break. Runs: host.
 
+Note [Known problems]
+    An operator of torch that is written in Python costs the host more than all else of a call, and
+    checks come next. So a call that nobody traces, of tensors whose shapes, strides and dtypes were
+    found right before, goes to the kernels directly, by the autograd of the stages.
+
 Note [Grouped heads]
     With h query heads and hk heads of K and V, query head i reads head i // (h / hk). K and V are
     copied for their query heads, to h / hk times their size; dK and dV of a group are added up in
@@ -24,8 +29,8 @@ import torch
 from torch import Tensor
 
 from . import compile as compiling
-from .envelope import Problem, check
-from .gradients import Saved, Workspace, backward, loadable
+from .envelope import ALIGN_BYTES, Problem, check
+from .gradients import Saved, Workspace, attend, backward, loadable
 from .launch import forward, modes
 from .masks import window
 from .model.sequences import OPEN
@@ -66,8 +71,12 @@ def flash_attn_func(
     """
     _check_arguments((q, k, v), 4, "(batch, seqlen, heads, head_dim)", deterministic)
     scale, sides = _scale(softmax_scale, q), window(causal, window_size)
-    none = (None,) * 6
-    out, lse = torch.ops.flash_ladder.attention(q, k, v, *none, scale, *sides)
+    problem = _known(q, k, v, scale, sides)
+    if problem:
+        out, lse = attend(last_stage(), problem, q, k, v)
+    else:
+        none = (None,) * 6
+        out, lse = torch.ops.flash_ladder.attention(q, k, v, *none, scale, *sides)
     return (out, lse) if return_lse else out
 
 
@@ -147,6 +156,40 @@ def _number(name: str, value) -> int | None:
             f"on {value.device}"
         )
     return value
+
+
+_KNOWN: dict[tuple, Problem] = {}  # See Note [Known problems]
+MOST_KNOWN = 1024
+
+
+def _known(q, k, v, scale: float, sides: tuple[int, int]) -> Problem | None:
+    """The problem of tensors that kernels take as they lie, met before; None: torch dispatches."""
+    if torch.compiler.is_compiling() or not all(type(x) in _PLAIN for x in (q, k, v)) or _traced():
+        return None
+    key = (*_layout(q), *_layout(k), *_layout(v), scale, sides)
+    found = _KNOWN.get(key)
+    if found is None:
+        found, tensors = _problem(q, k, v, (*(None,) * 6, scale, *sides))
+        if len(_KNOWN) >= MOST_KNOWN:
+            _KNOWN.clear()
+        if all(x is y for x, y in zip(tensors, (q, k, v))):  # nothing was copied
+            _KNOWN[key] = found
+        return None
+    return found
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _layout(x: Tensor) -> tuple:
+    """All of a tensor that checks look at."""
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGN_BYTES
+
+
+def _traced() -> bool:
+    """Whether torch.func or a mode of torch wants to see what is called."""
+    modes_open = torch._C._len_torch_dispatch_stack()
+    return bool(modes_open) or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 # ---- the operators -------------------------------------------------------------------------

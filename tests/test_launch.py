@@ -10,7 +10,7 @@ import torch
 from flash_ladder.common import inputs
 from flash_ladder.common import launch as launching
 from flash_ladder.common.envelope import MAX_GRID, Problem, check
-from flash_ladder.common.launch import ARCH_OF, _aligned
+from flash_ladder.common.launch import ARCH_OF, _given
 
 SHAPE = (2, 128, 3, 64)
 
@@ -157,7 +157,7 @@ def test_a_grid_has_a_limit(stage):
 def test_aligned_changes_strides_that_address_nothing(shape, strides, expected):
     storage = torch.arange(1024, dtype=torch.bfloat16)
     tensor = storage.as_strided(shape, strides, storage_offset=8)
-    found = _aligned(tensor)
+    found = _given(tensor)
     assert found.stride() == expected and found.data_ptr() == tensor.data_ptr()
     assert torch.equal(found, tensor)
     assert (found is tensor) == (strides == expected)

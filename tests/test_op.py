@@ -18,6 +18,8 @@ from flash_ladder.common import compile, op, reference
 from flash_ladder.common.compile import CompileKey
 from flash_ladder.common.gradients import oracle_forward
 from flash_ladder.common.model.sequences import OPEN
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 DENSE = (None,) * 6  # cu_seqlens, seqused, max_seqlen
@@ -58,6 +60,7 @@ def oracle(monkeypatch):
         given.append((problem, q, k, v))
         return _forward(problem, q, k, v)
 
+    monkeypatch.setattr(op, "_known", lambda *_: None)  # every call as the first of its kind
     monkeypatch.setattr(op, "run_forward", forward)
     monkeypatch.setattr(op, "run_backward", _backward)
     monkeypatch.setattr(op, "check_device", lambda device: None)
@@ -140,6 +143,73 @@ def test_inputs_are_not_written(oracle):
     before = [x.detach().clone() for x in (q, k, v)]
     flash_attn_func(q, k, v).sum().backward()
     assert all(map(torch.equal, before, (q, k, v)))
+
+
+# ---- known problems -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_cut(oracle, monkeypatch):
+    """Problems that went to the kernels without torch's dispatcher."""
+    monkeypatch.undo()
+    monkeypatch.setattr(op, "run_forward", _forward)
+    monkeypatch.setattr(op, "run_backward", _backward)
+    monkeypatch.setattr(op, "check_device", lambda device: None)
+    monkeypatch.setattr(op, "_KNOWN", {})
+    found = []
+
+    def attend(stage, problem, *tensors):
+        found.append(problem)
+        return _forward(problem, *tensors)
+
+    monkeypatch.setattr(op, "attend", attend)
+    return found
+
+
+def test_what_was_met_before_takes_the_short_cut(short_cut):
+    tensors = _qkv(heads_kv=4)
+    first = flash_attn_func(*tensors, causal=True)
+    assert not short_cut
+    assert torch.equal(first, flash_attn_func(*tensors, causal=True)) and len(short_cut) == 1
+    flash_attn_func(*tensors)  # another mask
+    flash_attn_func(*tensors, causal=True, softmax_scale=0.5)
+    flash_attn_func(*_qkv(6, heads_kv=4), causal=True)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    flash_attn_func(*turned, causal=True)
+    assert len(short_cut) == 1
+    flash_attn_func(*turned, causal=True)
+    assert len(short_cut) == 2
+
+
+def test_what_is_copied_never_does(short_cut):
+    q, k, v = _qkv(heads_kv=4)
+    late = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+    for tensors in ((late, k, v), _qkv()):
+        for _ in range(3):
+            flash_attn_func(*tensors)
+    assert not short_cut
+
+
+def test_what_torch_wants_to_see_never_does(short_cut):
+    q, k, v = _qkv(heads_kv=4)
+    flash_attn_func(q, k, v)
+    traced = make_fx(lambda *x: flash_attn_func(*x))(q, k, v)
+    assert "flash_ladder.attention" in str(traced.graph)
+    with pytest.raises(RuntimeError, match=r"cannot be mapped by torch\.vmap"):
+        torch.vmap(flash_attn_func)(q[None], k[None], v[None])
+    torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")(q, k, v)
+    with FakeTensorMode():
+        flash_attn_func(*[torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)])
+    assert not short_cut
+    flash_attn_func(q, k, v)
+    assert len(short_cut) == 1
+
+
+def test_few_problems_are_kept(short_cut, monkeypatch):
+    monkeypatch.setattr(op, "MOST_KNOWN", 3)
+    for seqlen in range(1, 9):
+        flash_attn_func(*_qkv(seqlen, heads_kv=4))
+    assert len(op._KNOWN) <= 3
 
 
 # ---- torch ---------------------------------------------------------------------------------
