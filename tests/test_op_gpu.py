@@ -232,5 +232,5 @@ def test_a_transformer_trains_as_with_torch():
     theirs = _losses(_torch_attention(torch.bfloat16))
     off = lambda losses: (losses - exact).abs().mean().item()
     print(f"loss {ours[0]:.4f} -> {ours[-1]:.4f}; off by {off(ours):.2e}, torch {off(theirs):.2e}")
-    assert ours[-10:].mean() < 0.8 * ours[:10].mean()
+    assert ours[-10:].mean() < 0.95 * ours[:10].mean()
     assert off(ours) <= 2 * off(theirs) + 1e-3
