@@ -354,7 +354,7 @@ def check_model(stage: Stage, case: Case) -> list[numerics.Comparison]:
     problem = case.problem()
     if not case.part:
         run = stage.simulate_problem(problem)
-        return [verdict.check() for verdict in judge(problem, run.out, run.lse)]
+        return [verdict.check() for verdict in judge(problem, run.out, run.lse, stage)]
     dlse = case.dlse()
     run = stage.part(case.part).simulate_problem(problem, dlse=dlse)
     verdicts = judge_gradients(problem, run.dq, run.dk, run.dv, dlse)

@@ -62,7 +62,7 @@ def check_gpu_case(stage: Stage, case: Case) -> list[numerics.Comparison]:
     if case.part:
         return contract_gradients.check_gradient_case(stage, case)
     problem = case.problem("cuda")
-    return [verdict.check() for verdict in judge(problem, *run_problem(stage, problem))]
+    return [verdict.check() for verdict in judge(problem, *run_problem(stage, problem), stage)]
 
 
 def _some(stage: Stage, **changes) -> inputs.Problem:
@@ -82,7 +82,7 @@ def _some(stage: Stage, **changes) -> inputs.Problem:
 def gpu_large(stage: Stage) -> None:
     """4 x 32 heads against 4096 keys in one launch."""
     problem = _some(stage, seqlen_q=512, seqlen_k=4096, batch=4, heads=32)
-    for verdict in judge(problem, *run_problem(stage, problem)):
+    for verdict in judge(problem, *run_problem(stage, problem), stage):
         verdict.check()
 
 
@@ -98,7 +98,7 @@ def gpu_public_op(stage: Stage) -> None:
 def gpu_softmax_scale(stage: Stage) -> None:
     """A scale of the caller's own."""
     problem = replace(_some(stage), softmax_scale=0.3)
-    for verdict in judge(problem, *run_problem(stage, problem)):
+    for verdict in judge(problem, *run_problem(stage, problem), stage):
         verdict.check()
 
 
@@ -166,7 +166,7 @@ def gpu_live_nan(stage: Stage) -> None:
         problem = _some(stage)
         getattr(problem, name)[at] = float("nan")
         out, lse = run_problem(stage, problem)
-        for verdict in judge(problem, out, lse):
+        for verdict in judge(problem, out, lse, stage):
             verdict.check()
         rows = out.isnan().any(-1).sum().item()
         assert rows == (1 if name == "q" else problem.q.shape[1]), f"{rows} NaN rows from {name}"

@@ -116,7 +116,7 @@ def _model(stage: Stage, given: inputs.Problem, console: Console, result: Result
         start = time.perf_counter()
         run = stage.simulate_problem(given)
         seconds = time.perf_counter() - start
-        verdicts = contract.judge(given, run.out, run.lse)
+        verdicts = contract.judge(given, run.out, run.lse, stage)
     _record(
         result,
         "SM model",
@@ -168,7 +168,7 @@ def _gpu(stage: Stage, given: inputs.Problem, console: Console, result: Result) 
     moved = given.to("cuda")
     with console.status("running the kernel on the GPU ..."):
         out, lse = contract_gpu.run_problem(stage, moved)
-        verdicts = contract.judge(moved, out, lse)
+        verdicts = contract.judge(moved, out, lse, stage)
     name = torch.cuda.get_device_name()
     _record(result, f"kernel on {name}", verdicts)
     console.print(f"Kernel: ran on {name}")

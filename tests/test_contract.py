@@ -5,7 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flash_ladder.common import contract, contract_gpu, facts, numerics, poisoned, reference
+from flash_ladder import load
+from flash_ladder.common import (
+    contract,
+    contract_gpu,
+    facts,
+    inputs,
+    judging,
+    numerics,
+    poisoned,
+    reference,
+)
 from flash_ladder.common.compile import compile_stage
 from flash_ladder.common.plan import Arrival, Barrier, Plan, Role, TmemRegion
 from flash_ladder.common.sass import MissingTool
@@ -358,3 +368,19 @@ def test_ptx_is_checked_where_machine_code_cannot_be_read(kernel, stage, monkeyp
     monkeypatch.setattr(contract, "declared_facts", lambda *_: {**declared, "ex2": 1})
     with pytest.raises(AssertionError, match="ex2: declared == 1"):
         contract.check_facts(stage, kernel)
+
+
+def test_lse_may_be_off_by_as_much_as_the_emulated_exponential():
+    """A row with one key: LSE is its score, and P = 1 comes out as 1 + the polynomial's error."""
+    assert judging.exp2_error(None) == judging.exp2_error(load(4)) == 0
+    error = judging.exp2_error(load(6))
+    assert error == pytest.approx(8.56e-5, rel=0.01)  # docs/exp2.md
+    problem = contract.Case("gaussian", "float16", 64, 128, 128, 1, 1).problem()
+    k, v = (x[:, :1] for x in (problem.k, problem.v))
+    one = inputs.Problem(problem.q, k, v, problem.dout)
+    truth = reference.attention(one.q, k, v)
+    out, lse = truth.out.half(), truth.lse.float()
+    near = (truth.lse + error).float()
+    assert all(verdict.ok for verdict in contract.judge(one, out, near, load(6)))
+    assert all(verdict.ok for verdict in contract.judge(one, out, lse, load(4)))
+    assert not contract.judge(one, out, (truth.lse + 4 * error).float(), load(6))[1].ok

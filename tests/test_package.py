@@ -111,10 +111,13 @@ def test_a_stage_imports_no_other_stage(folder):
         if path.name != "test_stage.py":
             assert not own, (path.name, own)
         assert all(name.startswith("flash_ladder.common") for name in own), (path.name, own)
-        common = ".." if path.parent == folder else "..."  # of a part, one folder further up
+        depth = 2 + (path.parent != folder)  # dots that lead out of the stage
         for name in _imports(path):
-            if name.startswith(".."):  # a part imports no other part either
-                assert name.startswith(f"{common}common"), (path, name)
+            dots = len(name) - len(name.lstrip("."))
+            if dots >= depth:
+                assert name.startswith("." * depth + "common"), (path, name)
+            elif dots == 2:  # of a part: what its stage has for all kernels, no other part
+                assert (folder / f"{name[2:]}.py").is_file(), (path, name)
 
 
 @pytest.mark.parametrize("folder", _stage_folders(), ids=lambda folder: folder.name)
