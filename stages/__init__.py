@@ -35,6 +35,11 @@ def __getattr__(name: str):
     return getattr(op, name)
 
 
+def __dir__() -> list[str]:
+    """The op too."""
+    return sorted({*globals(), *OPS})
+
+
 def built() -> list[int]:
     """Numbers of the stages that exist in this version, ascending."""
     here = pathlib.Path(__file__).parent

@@ -5,6 +5,7 @@ The kernels are replaced by the oracle, so that all of this runs on a CPU.
 """
 
 import inspect
+import json
 import pathlib
 import re
 from builtins import compile as compile_code
@@ -341,6 +342,16 @@ def test_examples_of_the_page_run(oracle, number):
 def test_the_page_names_every_argument_that_has_a_rule(function):
     named = set(inspect.signature(function).parameters) - {*"qkv", "seqused_q", "seqused_k"}
     assert {name for name in named if name not in PAGE} == set()
+
+
+def test_the_page_shows_the_measured_overhead():
+    path = pathlib.Path(__file__).parent.parent / "docs" / "data" / "overhead.json"
+    rows = json.loads(path.read_text())["microseconds"]
+    for name, cells in rows.items():
+        shown = f"| {name} | {cells['flash_ladder']} (M) | {cells['flash-attn-4']} (M) |"
+        assert shown in PAGE
+    forward = [row for name, row in rows.items() if name.endswith("forward")]
+    assert all(2 * row["flash_ladder"] <= row["flash-attn-4"] for row in forward) and forward
 
 
 # ---- the package ---------------------------------------------------------------------------
