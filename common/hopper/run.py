@@ -66,7 +66,8 @@ class HopperKernel:
         """Launch, wait for the end, and raise HopperExecutionError if the engine saw a fault."""
         engine = session(self.device_index)
         launch = self._launch
-        if torch.cuda.is_current_stream_capturing():  # a graph: it cannot wait, nor look at faults
+        initialised = torch.cuda.is_initialized()
+        if initialised and torch.cuda.is_current_stream_capturing():  # nothing can wait, or look
             engine.reset()
             launch(*arguments)
             return
