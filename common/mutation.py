@@ -232,7 +232,7 @@ def stage_subject(stage: KernelSource, head_dim: int | None = None) -> Subject:
     the code may treat by itself: a CTA that lacks its last tile, and the least rows to visit.
     """
     if stage.model is None:
-        raise ValueError(f"{stage!r} has no model: nothing to delete")
+        raise ValueError(f"part {stage.tag} has no model: nothing to delete")
     given = stage_problems(stage, head_dim)
     head_dim = next(iter(given.values())).q.shape[-1]
     problems = {name: _runner(stage, problem) for name, problem in given.items()}
