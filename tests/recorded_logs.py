@@ -73,7 +73,8 @@ def problem_of(name: str) -> Problem:
     """The problem that was executed."""
     row = INDEX[name]
     sizes = (row[key] for key in ("head_dim", "seqlen_q", "seqlen_k", "batch", "heads"))
-    return contract.Case(row["generator"], row["dtype"], *sizes).problem("cpu")
+    recipes = {key: row[key] for key in ("mask", "lengths") if key in row}
+    return contract.Case(row["generator"], row["dtype"], *sizes, **recipes).problem("cpu")
 
 
 def place_of(name: str) -> Place:

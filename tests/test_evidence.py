@@ -9,7 +9,7 @@ import re
 
 import pytest
 from flash_ladder import load
-from flash_ladder.common import evidence
+from flash_ladder.common import contract, contract_gpu, evidence
 from flash_ladder.common.compile import compile_stage, versions
 from flash_ladder.common.evidence import (
     EvidenceError,
@@ -67,7 +67,7 @@ MUTATION = {
 STALE = """
 import json, sys, conftest
 from flash_ladder import load
-from flash_ladder.common import evidence
+from flash_ladder.common import contract, contract_gpu, evidence
 print(json.dumps(evidence.stale(load(1), json.loads({recorded!r}))))
 """
 
@@ -429,7 +429,7 @@ def test_a_rewritten_run_without_logs_is_stale(dsl, recorded):
 
 REWRITTEN = {  # of each stage with tensor memory, the run of its sm_100a code
     number: run
-    for number in range(2, 8)
+    for number in range(2, 9)
     for run in load(number).evidence["runs"]
     if run["mode"] == "rewritten"
 }
@@ -441,8 +441,9 @@ MUTATIONS = {  # by the tag of the kernel, as "07/backward_1cta"
 
 
 def test_the_kernels_with_tensor_memory_were_mutated():
-    backwards = ["07/backward_1cta", "07/backward_2cta"]
-    assert sorted(MUTATIONS) == ["02", "03", "04", "05", "06", "07", *backwards]
+    forwards = [f"{number:02d}" for number in REWRITTEN]
+    parts = [f"{tag}/{part}" for tag in ("07", "08") for part in ("backward_1cta", "backward_2cta")]
+    assert sorted(MUTATIONS) == sorted(forwards + parts)
 
 
 @pytest.mark.parametrize("tag", MUTATIONS)
@@ -488,8 +489,28 @@ def test_the_page_of_hopper_shows_what_ran():
     sites = sum(row["counts"]["sites"] for row in MUTATIONS.values())
     assert f"| {sites} sites, none unexplained (M) |" in text
     passed = {number: run["tests"]["passed"] for number, run in REWRITTEN.items()}
-    assert passed == {**dict.fromkeys(range(2, 7), 60), 7: 144}
-    assert "| 60 passed each, " in text and "| 144 passed (M) |" in text
+    assert passed == {**dict.fromkeys(range(2, 7), 60), 7: 144, 8: 282}
+    assert "| 60 passed each, " in text
+    assert "| 144 passed (M) |" in text and "| 282 passed (M) |" in text
+
+
+def test_the_page_of_masks_says_what_the_tests_are():
+    run, stage = REWRITTEN[8], load(8)
+    text = " ".join((ROOT / "stages" / "08" / "README.md").read_text(encoding="utf-8").split())
+    logs = [kernel["log"] for kernel in run["kernels"] if "log" in kernel]
+    numbers = ["", *"one two three four five six seven eight nine ten".split()]
+    cases, checks = len(contract.gpu_cases(stage)), len(contract_gpu.checks(stage))
+    parts = ("", "backward_1cta", "backward_2cta")
+    random = sum(len(contract.random_cases(stage.part(part))) for part in parts)
+    assert run["tests"]["passed"] == cases + checks + len(run["adversaries"]) + len(logs)
+    for words in (
+        f"The {run['tests']['passed']} tests are {cases} cases",
+        f"{checks} checks (with them {random} random masks and lengths)",
+        f"{numbers[len(run['adversaries'])]} adversaries, and {numbers[len(logs)]} kernels' executed",
+        f"{sum(row['ctas'] for row in logs)} CTAs and pairs",
+        f"{sum(row['acts'] for row in logs):,} steps".replace(",", " "),
+    ):
+        assert words in text
 
 
 @pytest.mark.parametrize(
