@@ -67,8 +67,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return None, None, None, None, None
+        given = *ctx.saved_tensors, dout, dlse, ctx.stage, ctx.problem
         with execution(*ctx.execution):  # autograd calls this in a thread of its own
-            gradients = _Gradient.apply(*ctx.saved_tensors, dout, dlse, ctx.stage, ctx.problem)
+            recorded = torch.is_grad_enabled()  # with create_graph=True
+            gradients = _Gradient.apply(*given) if recorded else _gradients(*given)
         return (*gradients, None, None)
 
 
@@ -76,12 +78,9 @@ class _Gradient(torch.autograd.Function):
     """(dq, dk, dv) by the kernels; a node of its own, so that differentiating it says why not."""
 
     @staticmethod
-    def forward(ctx, q, k, v, out, lse, dout, dlse, stage: Stage, problem: Problem):
-        ctx.stage = stage
-        saved = Saved(q, k, v, out, lse)
-        workspace = Workspace.empty(saved, mask=problem.mask)
-        backward(stage, problem, saved, dout, dlse, workspace)
-        return workspace.dq, workspace.dk, workspace.dv
+    def forward(ctx, *given):
+        ctx.stage = given[-2]
+        return _gradients(*given)
 
     @staticmethod
     def backward(ctx, *_):
@@ -89,6 +88,14 @@ class _Gradient(torch.autograd.Function):
             f"the gradients of stage {ctx.stage.tag} cannot be differentiated again: its backward "
             "has no backward. Leave out create_graph=True, or take torch's own attention there"
         )
+
+
+def _gradients(q, k, v, out, lse, dout, dlse, stage: Stage, problem: Problem) -> tuple:
+    """(dq, dk, dv) by the kernels."""
+    saved = Saved(q, k, v, out, lse)
+    workspace = Workspace.empty(saved, mask=problem.mask)
+    backward(stage, problem, saved, dout, dlse, workspace)
+    return workspace.dq, workspace.dk, workspace.dv
 
 
 @dataclass(frozen=True)
@@ -162,12 +169,30 @@ def backward(
     sources = stage.part("preprocess"), part, stage.part("postprocess")
     first, main, last = (kernel_for(source, problem, device) for source in sources)
     dout = torch.zeros_like(saved.out) if dout is None else loadable(dout)
-    dlse = saved.lse.new_zeros(()).expand_as(saved.lse) if dlse is None else dlse
+    dlse = _zero(device).expand_as(saved.lse) if dlse is None else dlse
     lengths = mask_arguments(problem, 3)
     rows = saved.out, dout, saved.lse, dlse
     start(first, *rows, workspace.stats, workspace.dq_accum, *lengths)
     start_backward(main, problem, saved, dout, workspace)
     start(last, workspace.dq_accum, workspace.dq, problem.softmax_scale, *lengths)
+
+
+_ZEROS: dict[torch.device, Tensor] = {}
+
+
+def _zero(device: torch.device) -> Tensor:
+    """A float32 0 on a device that nobody writes: made once, since a fill costs a launch.
+
+    A CUDA graph that is being captured gets one of its own.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.zeros((), device=device)
+    if device not in _ZEROS:
+        made = torch.zeros((), device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # other streams read it as well
+        _ZEROS[device] = made
+    return _ZEROS[device]
 
 
 def start_backward(kernel, problem: Problem, saved: Saved, dout: Tensor, workspace: Workspace):

@@ -137,8 +137,12 @@ def mask_arguments(problem: Problem, count: int = 6) -> tuple[int, ...]:
 def start(kernel: CompiledKernel | HopperKernel, *arguments) -> None:
     """Start a kernel on the current stream of the device of its first argument, a tensor."""
     given = [_given(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-    with torch.cuda.device(given[0].device), torch.no_grad():
+    device = given[0].device.index
+    if device == torch.cuda.current_device():
         kernel.function(*given)
+    else:
+        with torch.cuda.device(device):
+            kernel.function(*given)
 
 
 def _given(tensor: torch.Tensor) -> torch.Tensor:
