@@ -78,6 +78,16 @@ class Mask:
         sizes = self.batch, self.max_seqlen_q, self.max_seqlen_k
         return address, *sizes, self.left, self.right
 
+    def with_lengths(self, cu, used, rows: tuple[int, int]) -> Mask:
+        """The same with `lengths` of checked tensors.
+
+        cu, used: (of q, of k) as in `mask_of`; rows: of the tensors q and k.
+        """
+        most = self.max_seqlen_q, self.max_seqlen_k
+        like = next(x for x in (*cu, *used) if x is not None)
+        sides = [_rows(*side, self.batch, like) for side in zip(cu, used, rows, most)]
+        return replace(self, lengths=torch.stack([*sides[0], *sides[1]], 1))
+
     def batched(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Packed tensors as those of one batch entry; others, and None, as they are."""
         return tuple(x[None] if self.packed and x is not None else x for x in tensors)
@@ -168,11 +178,8 @@ def mask_of(
         ("seqused_k", used[1], batch),
     ):
         _check_integers(name, values, count, q.device)
-    lengths = None
-    if packed or used != (None, None):
-        sides = [_rows(*side, batch, q.device) for side in zip(cu, used, rows, most)]
-        lengths = torch.stack([*sides[0], *sides[1]], 1)
-    return Mask(left, right, packed, batch, *most, lengths)
+    made = Mask(left, right, packed, batch, *most)
+    return made.with_lengths(cu, used, rows) if packed or used != (None, None) else made
 
 
 def _check_rank(q: Tensor, k: Tensor, packed: bool) -> None:
@@ -226,17 +233,17 @@ def _check_integers(name: str, values, count: int, device: torch.device) -> None
         raise ValueError(f"{name} must be on {device}, as q is; it is on {values.device}")
 
 
-def _rows(cu, used, rows: int, most: int, batch: int, device) -> tuple[Tensor, Tensor]:
-    """(first row, rows) of every sequence of one side, (batch,) int32, within the tensor."""
-    if cu is None:
-        begin = torch.zeros(batch, dtype=torch.int32, device=device)
-        length = torch.full((batch,), rows, dtype=torch.int32, device=device)
-    else:
-        begin = cu[:-1].clamp(0, rows)
-        length = torch.minimum(cu[1:].clamp(0, rows) - begin, begin.new_full((), most)).clamp(min=0)
-    if used is not None:
-        length = torch.minimum(length, used).clamp(min=0)
-    return begin, length
+def _rows(cu, used, rows: int, most: int, batch: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """(first row, rows) of every sequence of one side, (batch,) int32, within the tensor.
+
+    Few operations, since on a GPU each is a launch. like: any int32 tensor on the device.
+    """
+    if cu is not None:
+        ends = cu.clamp(0, rows)
+        begin, length = ends[:-1], (ends[1:] - ends[:-1]).clamp_(0, most)
+        return begin, length if used is None else torch.minimum(length, used).clamp_(min=0)
+    begin = like.new_zeros(batch)
+    return begin, begin + rows if used is None else used.clamp(0, rows)
 
 
 def _what(value) -> str:

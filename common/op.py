@@ -7,7 +7,8 @@ kernels and autograd: torch.compile traces through them without a break. Runs: h
 Note [Known problems]
     An operator of torch that is written in Python costs the host more than all else of a call, and
     checks come next. So a call that nobody traces, of tensors whose shapes, strides and dtypes were
-    found right before, goes to the kernels directly, by the autograd of the stages.
+    found right before, goes to the kernels directly, by the autograd of the stages. What depends on
+    the numbers in cu_seqlens and seqused is made anew each time.
 
 Note [Grouped heads]
     With h query heads and hk heads of K and V, query head i reads head i // (h / hk). K and V are
@@ -24,6 +25,7 @@ from __future__ import annotations
 import functools
 import numbers
 import sys
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -71,12 +73,7 @@ def flash_attn_func(
     """
     _check_arguments((q, k, v), 4, "(batch, seqlen, heads, head_dim)", deterministic)
     scale, sides = _scale(softmax_scale, q), window(causal, window_size)
-    problem = _known(q, k, v, scale, sides)
-    if problem:
-        out, lse = attend(last_stage(), problem, q, k, v)
-    else:
-        none = (None,) * 6
-        out, lse = torch.ops.flash_ladder.attention(q, k, v, *none, scale, *sides)
+    out, lse = _attend(q, k, v, ((None,) * 4, None, None, scale, *sides))
     return (out, lse) if return_lse else out
 
 
@@ -118,7 +115,7 @@ def flash_attn_varlen_func(
     scale, sides = _scale(softmax_scale, q), window(causal, window_size)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     most = _number("max_seqlen_q", max_seqlen_q), _number("max_seqlen_k", max_seqlen_k)
-    out, lse = torch.ops.flash_ladder.attention(q, k, v, *lengths, *most, scale, *sides)
+    out, lse = _attend(q, k, v, (lengths, *most, scale, *sides))
     return (out, lse) if return_lse else out
 
 
@@ -158,24 +155,40 @@ def _number(name: str, value) -> int | None:
     return value
 
 
-_KNOWN: dict[tuple, Problem] = {}  # See Note [Known problems]
+_KNOWN: dict[tuple, tuple[Problem, bool]] = {}  # See Note [Known problems]
 MOST_KNOWN = 1024
 
 
-def _known(q, k, v, scale: float, sides: tuple[int, int]) -> Problem | None:
-    """The problem of tensors that kernels take as they lie, met before; None: torch dispatches."""
-    if torch.compiler.is_compiling() or not all(type(x) in _PLAIN for x in (q, k, v)) or _traced():
-        return None
-    key = (*_layout(q), *_layout(k), *_layout(v), scale, sides)
+def _attend(q, k, v, options: tuple) -> tuple[Tensor, Tensor]:
+    """(out, lse), by torch's dispatcher or past it. options: (lengths, *numbers of _OPTIONS)."""
+    lengths = options[0]
+    given = [x for x in (q, k, v, *lengths) if x is not None]
+    if torch.compiler.is_compiling() or not all(type(x) in _PLAIN for x in given) or _traced():
+        return torch.ops.flash_ladder.attention(q, k, v, *lengths, *options[1:])
+    key = *[_layout(x) if x is not None else None for x in (q, k, v, *lengths)], options[1:]
     found = _KNOWN.get(key)
-    if found is None:
-        found, tensors = _problem(q, k, v, (*(None,) * 6, scale, *sides))
-        if len(_KNOWN) >= MOST_KNOWN:
-            _KNOWN.clear()
-        if all(x is y for x, y in zip(tensors, (q, k, v))):  # nothing was copied
-            _KNOWN[key] = found
-        return None
-    return found
+    if found:
+        return _attend_known(*found, q, k, v, lengths)
+    problem, tensors = _problem(q, k, v, (*lengths, *options[1:]))  # raises what must be said
+    if len(_KNOWN) >= MOST_KNOWN:
+        _KNOWN.clear()
+    as_they_lie = all(x is y for x, y in zip(tensors, (q, k, v)))
+    mask = replace(problem.mask, lengths=None)  # of this call alone
+    _KNOWN[key] = replace(problem, mask=mask), as_they_lie
+    return torch.ops.flash_ladder.attention(q, k, v, *lengths, *options[1:])
+
+
+def _attend_known(problem: Problem, as_they_lie: bool, q, k, v, lengths) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a problem without `lengths` that was met before."""
+    packed = q.dim() == 3
+    if lengths != (None,) * 4:
+        with torch.no_grad():
+            rows = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
+            mask = problem.mask.with_lengths(lengths[:2], lengths[2:], rows)
+        problem = replace(problem, mask=mask)
+    tensors = (q, k, v) if as_they_lie else _as_kernels_take(q, k, v)
+    out, lse = attend(last_stage(), problem, *tensors)
+    return (out[0], lse[0]) if packed else (out, lse)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -255,15 +268,20 @@ def _problem(q, k, v, options) -> tuple[Problem, tuple[Tensor, Tensor, Tensor]]:
     """
     cu_q, cu_k, used_q, used_k, max_q, max_k, scale, left, right = options
     sides = tuple(None if side == OPEN else side for side in (left, right))
-    tensors = [q, *(_per_query_head(x, q) for x in (k, v))]
-    packed = q.dim() == 3
-    tensors = [loadable(x[None])[0] if packed else loadable(x) for x in tensors]
     lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q}
     lengths |= {"seqused_k": used_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
     given = {"window_size": sides, **lengths}
-    problem = check(last_stage(), *tensors, scale, need_cuda=None, **given)
+    tensors = _as_kernels_take(q, k, v)
+    shown = [x[0] for x in tensors] if q.dim() == 3 else tensors
+    problem = check(last_stage(), *shown, scale, need_cuda=None, **given)
     check_device(q.device)
-    return problem, tuple(problem.mask.batched(*tensors))
+    return problem, tensors
+
+
+def _as_kernels_take(q, k, v) -> tuple[Tensor, Tensor, Tensor]:
+    """(b, s, h, d), with a head for each of q's, copied where it must be; see Note [Copies]."""
+    tensors = (q, _per_query_head(k, q), _per_query_head(v, q))
+    return tuple(loadable(x[None] if q.dim() == 3 else x) for x in tensors)
 
 
 def check_device(device: torch.device) -> None:

@@ -4,6 +4,7 @@
 The kernels are replaced by the oracle, so that all of this runs on a CPU.
 """
 
+import functools
 import inspect
 import json
 import pathlib
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from flash_ladder import flash_attn_func, flash_attn_varlen_func
-from flash_ladder.common import compile, op, reference
+from flash_ladder.common import compile, gradients, op, reference
 from flash_ladder.common.compile import CompileKey
 from flash_ladder.common.gradients import oracle_forward
 from flash_ladder.common.model.sequences import OPEN
@@ -61,7 +62,7 @@ def oracle(monkeypatch):
         given.append((problem, q, k, v))
         return _forward(problem, q, k, v)
 
-    monkeypatch.setattr(op, "_known", lambda *_: None)  # every call as the first of its kind
+    monkeypatch.setattr(op, "_traced", lambda: True)  # every call goes through torch's dispatcher
     monkeypatch.setattr(op, "run_forward", forward)
     monkeypatch.setattr(op, "run_backward", _backward)
     monkeypatch.setattr(op, "check_device", lambda device: None)
@@ -159,11 +160,21 @@ def short_cut(oracle, monkeypatch):
     monkeypatch.setattr(op, "_KNOWN", {})
     found = []
 
-    def attend(stage, problem, *tensors):
-        found.append(problem)
+    def forward(stage, problem, *tensors):
+        found.append((problem, *tensors))
         return _forward(problem, *tensors)
 
-    monkeypatch.setattr(op, "attend", attend)
+    def backward(stage, problem, saved, dout, dlse, workspace):
+        dout, dlse = (
+            torch.zeros_like(x) if y is None else y
+            for x, y in ((saved.out, dout), (saved.lse, dlse))
+        )
+        made = _backward(problem, saved, dout, dlse)
+        for x, y in zip((workspace.dq, workspace.dk, workspace.dv), made):
+            x.copy_(y)
+
+    monkeypatch.setattr(gradients, "forward", forward)
+    monkeypatch.setattr(gradients, "backward", backward)
     return found
 
 
@@ -182,13 +193,59 @@ def test_what_was_met_before_takes_the_short_cut(short_cut):
     assert len(short_cut) == 2
 
 
-def test_what_is_copied_never_does(short_cut):
+def _late(x):
+    """The same numbers, where no kernel can load them."""
+    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+def test_what_is_copied_is_copied_once_a_call(short_cut):
     q, k, v = _qkv(heads_kv=4)
-    late = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
-    for tensors in ((late, k, v), _qkv()):
-        for _ in range(3):
-            flash_attn_func(*tensors)
-    assert not short_cut
+    late = _late(q)
+    wanted = flash_attn_func(late, k, v)
+    for number in range(1, 3):
+        assert torch.equal(flash_attn_func(late, k, v), wanted) and len(short_cut) == number
+        _, q_given, k_given, _ = short_cut[-1]
+        assert q_given.data_ptr() % 16 == 0 and torch.equal(q_given, q)
+        assert k_given.data_ptr() == k.data_ptr()
+
+
+USED = {"seqused_q": torch.tensor([0, 4, 3], dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("heads_kv", [4, 1])
+@pytest.mark.parametrize("lengths", ["dense", "packed", "used"])
+def test_the_short_cut_gives_what_the_operator_gives(short_cut, heads_kv, lengths):
+    if lengths == "dense":
+        made, call = _qkv(heads_kv=heads_kv, grad=True), flash_attn_func
+    else:
+        *made, (cu_q, cu_k) = _packed(grad=True, heads_kv=heads_kv)
+        used = USED if lengths == "used" else {}
+        given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **used}
+        call = functools.partial(flash_attn_varlen_func, **given)
+    dout = torch.randn_like(made[0])
+    rows = []
+    for tensors in (made, made, [_late(x.detach()).requires_grad_() for x in made]):
+        for _ in range(2):
+            out, lse = call(*tensors, causal=True, return_lse=True)
+            loss = (out.float() * dout.float()).sum() + torch.where(lse > -1e9, lse, 0).sum()
+            rows.append((out, lse, *torch.autograd.grad(loss, tensors)))
+    assert len(short_cut) == 4 and all(x is not None for row in rows for x in row)
+    for row in rows[1:]:
+        assert all(map(torch.equal, row, rows[0]))
+
+
+def test_other_numbers_in_cu_seqlens_are_taken(short_cut):
+    q, k, v, (cu_q, cu_k) = _packed()
+    call = lambda cu: flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu_k)
+    first = call(cu_q)
+    other = torch.tensor([0, 3, 6, 8], dtype=torch.int32)
+    found = call(other)
+    assert len(short_cut) == 1 and not torch.equal(found, first)
+    assert torch.equal(
+        found,
+        torch.ops.flash_ladder.attention(q, k, v, other, cu_k, *DENSE[2:], 0.125, OPEN, OPEN)[0],
+    )
+    assert torch.equal(call(cu_q), first)
 
 
 def test_what_torch_wants_to_see_never_does(short_cut):
