@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages 05 and 06, compiled: the bounds they were built for, the numbers on their pages."""
+"""Stages 05 to 08, compiled: bounds they were built for, numbers of their pages and models."""
 
 import functools
 import re
@@ -7,7 +7,10 @@ import re
 import pytest
 from flash_ladder import load
 from flash_ladder.common.compile import compile_stage
-from flash_ladder.common.sass import MissingTool, report
+from flash_ladder.common.sass import MissingTool, SassReport, report
+from flash_ladder.common.sass_isa import tmem_registers
+from flash_ladder.common.sass_loops import inclusive
+from flash_ladder.common.sass_model import softmax_loop, steady_loop
 
 PTXAS = "V12.9.83"  # the assembler that the pages name
 BOUNDS = {  # by head dim: of a query tile and a key tile
@@ -36,15 +39,22 @@ ROWS = {  # of the tables on the pages
 
 
 @functools.cache
-def facts(number: int, head_dim: int) -> dict[str, float]:
-    """What the compiled kernel shows, bf16, sm_100a; skips without the page's assembler."""
+def compiled(number: int, head_dim: int, name: str = "") -> SassReport:
+    """Machine code of a stage or part, bf16, sm_100a; skips without the page's assembler."""
+    kernel = load(number).part(name) if name else load(number)
     try:
-        kernel = compile_stage(load(number), dtype="bfloat16", head_dim=head_dim)
-        found = report(kernel.cubin, d_qk=head_dim)
+        cubin = compile_stage(kernel, dtype="bfloat16", head_dim=head_dim).cubin
+        found = report(cubin, d_qk=head_dim)
     except MissingTool as missing:
         pytest.skip(str(missing))
     if found.resources.ptxas != PTXAS:
         pytest.skip(f"the pages are of ptxas {PTXAS}; here is {found.resources.ptxas}")
+    return found
+
+
+def facts(number: int, head_dim: int) -> dict[str, float]:
+    """What the compiled forward shows."""
+    found = compiled(number, head_dim)
     model, cycles = found.model, found.model.cycles
     return {
         "slots": model.slots_per_element,
@@ -86,3 +96,44 @@ def test_the_page_shows_what_the_code_shows(dsl, number):
                     assert float(cell) == pytest.approx(wanted, abs=0.51 * 10.0**-decimals), line
                     compared += 1
     assert compared >= 24
+
+
+# ---- the backward --------------------------------------------------------------------------
+
+BACKWARD = (("backward_2cta", 128), ("backward_1cta", 128), ("backward_1cta", 64))
+
+
+def _slots(loop, elements: int) -> dict[str, float]:
+    """Issue slots for an element, before and after the wait for dP: the first behind all exp2."""
+    codes = [instruction.opcode for instruction in loop.instructions]
+    last = max(at for at, code in enumerate(codes) if code.startswith("MUFU.EX2"))
+    wait = next(at for at in range(last, len(codes)) if "TRYWAIT" in codes[at])
+    return {"SLOTS_P": wait / elements, "SLOTS_DS": (len(codes) - wait) / elements}
+
+
+@pytest.mark.parametrize(("name", "head_dim"), BACKWARD)
+@pytest.mark.parametrize("number", [7, 8])
+def test_the_models_issue_what_the_compiled_backward_does(dsl, number, name, head_dim):
+    """Slots of P, dS and dQ, within 1 %."""
+    kernel, part = compiled(number, head_dim, name).kernel, load(number).part(name)
+    whole = inclusive(kernel, steady_loop(kernel, "dq-reduce"), 1)
+    found = _slots(softmax_loop(kernel), part.config.HALF)
+    found["SLOTS_DQ"] = len(whole) / tmem_registers(whole, "LDTM")
+    by_head_dim = lambda value: value[head_dim] if isinstance(value, dict) else value
+    declared = {key: by_head_dim(getattr(part.model, key)) for key in found}
+    assert declared == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "head_dim"), (("", 128), ("", 64), *BACKWARD))
+def test_the_models_issue_what_a_compiled_mask_does(dsl, name, head_dim):
+    """Slots of a score by which the loops that mask differ from the one without, within 4 %."""
+    stage, kernel = load(8), compiled(8, head_dim, name).kernel
+    part, plain = stage.part(name) if name else stage, softmax_loop(kernel)
+    elements = part.config.HALF if name else part.config.TILE_N[head_dim]
+    size = lambda loop: len(loop.instructions) / elements
+    masked = [
+        loop for loop in kernel.loops if loop.counts["EX2"] and size(loop) > 1.5 * size(plain)
+    ]
+    assert len(masked) == (2 if name else 4)  # before and behind; of both query tiles
+    for loop in masked:
+        assert part.model.SLOTS_MASK == pytest.approx(size(loop) - size(plain), rel=0.04)

@@ -32,7 +32,7 @@ TILE_M, TILE_N = 128, 128  # queries and keys of a tile
 SLOTS_MAX = 0.5  # a 3-input max takes two scores
 SLOTS_EXP = 2.79  # FMA and add packed by two, exp2, conversion of two, and everything else
 SLOTS_EMULATED = 4.1  # more for an emulated one: 3.29 without, 4.19 with 28 of 128
-SLOTS_MASK = 3  # 2 comparisons, a selection
+SLOTS_MASK = 4  # 2 comparisons, 2 selections, all on the ALU
 SLOTS_RESCALE = 90 / 128  # per column of O: 90 in the compiled loop of CORRECTION at head dim 128
 REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "* fence_before in begin": "only alloc came before, which is synchronous",
@@ -189,7 +189,7 @@ def unseen(first_key: int, first_query: int, shape, sequence: Sequence, window) 
 
 def hide(role: Role, cta: Cta, s: torch.Tensor, tile: int, n_block: int):
     """-inf for the keys of a tile that a row does not see."""
-    yield from role.execute("mask", n_block, alu=3 * s.numel(), issue=slots(SLOTS_MASK, s))
+    yield from role.execute("mask", n_block, alu=SLOTS_MASK * s.numel(), issue=slots(SLOTS_MASK, s))
     first_row = cta.first_row + tile * config.TILE_M
     keys = torch.arange(n_block * TILE_N, (n_block + 1) * TILE_N)
     bounds = [visible_keys(first_row + i, cta.sequence, cta.window) for i in range(config.TILE_M)]

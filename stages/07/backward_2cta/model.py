@@ -2,7 +2,7 @@
 """The schedule of the backward pass on the SM model: a coroutine for each warp role. Runs: host.
 
 Functions are named as in the kernel; each role waits, arrives, copies and multiplies in its order.
-Left out: issue slots of copies, MMAs and barriers.
+Left out: issue slots of MMA, LOAD and RELAY.
 """
 
 import math
@@ -13,10 +13,10 @@ from ...common.model import Global, GradientRun, Machine, Pair, Role, Sm, gradie
 from ...common.plan import THREADS_PER_WARP
 from . import config
 
-# Issue slots of a warp per element of its rows.
-SLOTS_P = 2.3  # FMA packed by two, exp2, conversion of two, loads of LSE by four
-SLOTS_DS = 2.6  # subtraction and product packed by two, conversion, loads of D, stores by eight
-SLOTS_DQ = 0.3  # a store of four
+# Issue slots of a warp for an element of its rows, by what its compiled loop has.
+SLOTS_P = 2.88  # from S to P: waits, loads, FMA, exp2, conversion, store
+SLOTS_DS = 2.44  # from dP to dS: with subtraction and product instead
+SLOTS_DQ = 1.06  # of dQ: load, store, waits, the reductions' issue
 LEADER = 0  # rank of the CTA that issues the MMAs of both
 REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "* fence_before in all_of_both": "alloc and dealloc, on the other side, are synchronous",

@@ -2,7 +2,7 @@
 """The schedule of the backward pass on the SM model: a coroutine for each warp role. Runs: host.
 
 Functions are named as in the kernel; each role waits, arrives, copies and multiplies in its order.
-Left out: issue slots of copies, MMAs and barriers.
+Left out: issue slots of MMA and LOAD.
 """
 
 import math
@@ -23,11 +23,11 @@ from ...common.plan import THREADS_PER_WARP
 from ..model import unmasked_queries, unseen, visited_queries
 from . import config
 
-# Issue slots of a warp per element of its rows.
-SLOTS_P = 2.3  # FMA packed by two, exp2, conversion of two, loads of LSE by four
-SLOTS_DS = 2.6  # subtraction and product packed by two, conversion, loads of D, stores by eight
-SLOTS_DQ = 0.3  # a store of four
-SLOTS_MASK = 3  # 2 comparisons, a selection
+# Issue slots of a warp for an element of its rows, by what its compiled loop has.
+SLOTS_P = {64: 2.92, 128: 2.83}  # from S to P: waits, loads, FMA, exp2, conversion, store
+SLOTS_DS = {64: 2.7, 128: 2.3}  # from dP to dS: with subtraction and product instead
+SLOTS_DQ = {64: 0.84, 128: 0.74}  # of dQ: load, store, waits, the reductions' issue
+SLOTS_MASK = 4  # 2 comparisons, 2 selections, all on the ALU
 REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "* fence_before in begin": "only alloc came before, which is synchronous",
     "* fence_after in begin": "start orders alloc alone, which is synchronous",
@@ -295,7 +295,7 @@ def mma(role: Role, cta: Cta):
 
 def hide(role: Role, cta: Cta, s: torch.Tensor, half: int, step: int):
     """-inf for the queries of a tile that do not see a key."""
-    yield from role.execute("mask", step, alu=3 * s.numel(), issue=slots(SLOTS_MASK, s))
+    yield from role.execute("mask", step, alu=SLOTS_MASK * s.numel(), issue=slots(SLOTS_MASK, s))
     m_tile, key_tile = divmod(step, cta.key_tiles)
     first_query = (cta.m_min + m_tile) * config.TILE + half * config.HALF
     first_key = cta.first_key + key_tile * config.TILE
@@ -313,7 +313,8 @@ def probabilities(role: Role, cta: Cta, half: int, slot: int, step: int, masked:
     for part in range(0, config.HALF, config.CHUNK):
         s = whole[:, part : part + config.CHUNK]
         lse = role.read(statistics(cta, slot, 0, half * config.HALF + part), by_all=True)
-        amounts = {"mufu": s.numel(), "cvt": 0.5 * s.numel(), "issue": slots(SLOTS_P, s)}
+        issue = slots(SLOTS_P[cta.head_dim], s)
+        amounts = {"mufu": s.numel(), "cvt": 0.5 * s.numel(), "issue": issue}
         yield from role.execute("P", step, fma=s.numel(), smem=broadcast(role, s), **amounts)
         p = torch.exp2(s * cta.scale_log2 - lse)
         columns = config.CHUNK // 2  # two to a column
@@ -330,7 +331,7 @@ def differences(role: Role, cta: Cta, half: int, slot: int, key_tile: int, p, st
         dp = yield from role.tmem_load(cta.tdP.part(columns.start, config.CHUNK), step)
         yield from role.wait_ld()
         d = role.read(statistics(cta, slot, 1, columns.start), by_all=True)
-        amounts = {"cvt": 0.5 * dp.numel(), "issue": slots(SLOTS_DS, dp)}
+        amounts = {"cvt": 0.5 * dp.numel(), "issue": slots(SLOTS_DS[cta.head_dim], dp)}
         moved = broadcast(role, dp) + 2 * dp.numel()
         yield from role.execute("dS", step, fma=2 * dp.numel(), smem=moved, **amounts)
         ds = p[:, part : part + config.CHUNK] * (dp - d)
@@ -407,7 +408,7 @@ def reduce(role: Role, cta: Cta):
 def add_slice(role: Role, cta: Cta, values: torch.Tensor, m_tile: int, number: int):
     """Stage a slice of dQ and add it to global memory; the slot of the slice before is free."""
     slot = cta.sdQ[number % config.DQ_SLOTS]
-    amounts = {"smem": 4 * values.numel(), "issue": slots(SLOTS_DQ, values)}
+    amounts = {"smem": 4 * values.numel(), "issue": slots(SLOTS_DQ[cta.head_dim], values)}
     yield from role.execute("stage dQ", m_tile, **amounts)
     role.write(slot, values)
     role.fence_proxy()

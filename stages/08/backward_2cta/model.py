@@ -2,7 +2,7 @@
 """The schedule of the backward pass on the SM model: a coroutine for each warp role. Runs: host.
 
 Functions are named as in the kernel; each role waits, arrives, copies and multiplies in its order.
-Left out: issue slots of copies, MMAs and barriers.
+Left out: issue slots of MMA, LOAD and RELAY.
 """
 
 import math
@@ -24,11 +24,11 @@ from ...common.plan import THREADS_PER_WARP
 from ..model import unmasked_queries, unseen, visited_queries
 from . import config
 
-# Issue slots of a warp per element of its rows.
-SLOTS_P = 2.3  # FMA packed by two, exp2, conversion of two, loads of LSE by four
-SLOTS_DS = 2.6  # subtraction and product packed by two, conversion, loads of D, stores by eight
-SLOTS_DQ = 0.3  # a store of four
-SLOTS_MASK = 3  # 2 comparisons, a selection
+# Issue slots of a warp for an element of its rows, by what its compiled loop has.
+SLOTS_P = 2.95  # from S to P: waits, loads, FMA, exp2, conversion, store
+SLOTS_DS = 2.38  # from dP to dS: with subtraction and product instead
+SLOTS_DQ = 1.89  # of dQ: load, store, waits, the reductions' issue
+SLOTS_MASK = 4  # 2 comparisons, 2 selections, all on the ALU
 LEADER = 0  # rank of the CTA that issues the MMAs of both
 REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "* fence_before in all_of_both": "alloc and dealloc, on the other side, are synchronous",
@@ -337,7 +337,7 @@ def mma(role: Role, cta: Cta):
 
 def hide(role: Role, cta: Cta, s: torch.Tensor, half: int, step: int):
     """-inf for the queries of a tile that do not see a key."""
-    yield from role.execute("mask", step, alu=3 * s.numel(), issue=slots(SLOTS_MASK, s))
+    yield from role.execute("mask", step, alu=SLOTS_MASK * s.numel(), issue=slots(SLOTS_MASK, s))
     first_query = (cta.m_min + step) * config.TILE + half * config.HALF
     first_key = cta.first_key + cta.own_keys.start
     hidden = unseen(first_key, first_query, s.shape, cta.sequence, cta.window)
