@@ -27,7 +27,7 @@ from .ordering import Ordering
 from .pairwise import pairwise
 from .plan import Plan
 from .sass import SassReport, assemble, report
-from .stage import STAGES_FOLDER, KernelSource, Stage
+from .stage import STAGES_FOLDER, KernelSource, Part, Stage
 
 MAX_CASES = 60  # of a stage's gpu tier
 GPU_SIZES = {
@@ -67,6 +67,7 @@ HOST_MASK_SIZES = {
     "heads": (1,),
     "of_lse": (False, True),
 }
+MANY_QUERIES = 640  # five tiles: every ring of a backward, of at most two slots, wraps around
 RANDOM = 54  # random masks and lengths of the forward, and of each backward part
 
 
@@ -190,10 +191,21 @@ def host_cases(stage: Stage) -> list[Case]:
     Of a stage with masks in a single cover.
     """
     modelled = [part for part in stage.backwards if part.model]
+    long = [case for part in modelled for case in long_cases(part)]
     if stage.config.ENVELOPE.masks:
-        return _cover([stage, *modelled], HOST_MASK_SIZES)
+        return _cover([stage, *modelled], HOST_MASK_SIZES) + long
     gradients = [case for part in modelled for case in cases(part, HOST_GRADIENT_SIZES)]
-    return cases(stage, HOST_SIZES) + gradients
+    return cases(stage, HOST_SIZES) + gradients + long
+
+
+def long_cases(part: Part) -> list[Case]:
+    """For each head dim gradients of so many queries that the rings of a CTA wrap around."""
+    dtypes, head_dims = _configurations(part)
+    sizes = {"seqlen_q": MANY_QUERIES, "seqlen_k": 256, "batch": 1, "heads": 1, "of_lse": True}
+    return [
+        Case("llm_like", dtype, head_dim, **sizes, part=part.name)
+        for dtype, head_dim in zip(itertools.cycle(dtypes), head_dims)
+    ]
 
 
 def gpu_cases(stage: Stage) -> list[Case]:
@@ -350,13 +362,15 @@ def check_plan(stage: KernelSource, head_dim: int) -> None:
 
 
 def check_model(stage: Stage, case: Case) -> list[numerics.Comparison]:
-    """The model computes the case within tolerance; its schedule comes to an end."""
-    problem = case.problem()
+    """The model computes the case within tolerance; its schedule comes to an end, without a
+    finding: no race, no read of unwritten memory, nothing left behind."""
+    problem, dlse = case.problem(), case.dlse()
+    upstream = {"dlse": dlse} if case.part else {}
+    with observe(lambda: Ordering("practice")):
+        run = stage.part(case.part).simulate_problem(problem, **upstream)
+    assert not run.findings, f"{len(run.findings)} findings in {case}:\n" + "\n".join(run.findings)
     if not case.part:
-        run = stage.simulate_problem(problem)
         return [verdict.check() for verdict in judge(problem, run.out, run.lse, stage)]
-    dlse = case.dlse()
-    run = stage.part(case.part).simulate_problem(problem, dlse=dlse)
     verdicts = judge_gradients(problem, run.dq, run.dk, run.dv, dlse)
     return [verdict.check() for verdict in verdicts]
 

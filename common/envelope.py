@@ -16,6 +16,7 @@ import torch
 
 from .masks import Mask, mask_of
 from .model.sequences import OPEN
+from .transforms import BY_AUTOGRAD, refusal
 
 if TYPE_CHECKING:
     from .stage import Stage
@@ -60,10 +61,11 @@ def check(
 
     options: of `masks.mask_of`, for a stage that has masks; with cu_seqlens the tensors are
     (total, h, d). need_cuda: False wants CPU tensors, None takes any. Returns the `Problem`. Raises
-    TypeError (not a tensor, dtype, type of the scale) or ValueError (shapes, lengths, strides,
-    device, gradients, value of the scale).
+    TypeError (not a tensor, a tensor of a transform, dtype, type of the scale) or ValueError
+    (shapes, lengths, strides, device, gradients, value of the scale).
     """
     named = {"q": q, "k": k, "v": v}
+    _check_transforms(stage, named, need_cuda)
     _check_tensors(stage, named)
     mask = _checked_mask(stage, q, k, options)
     if mask and mask.packed:
@@ -103,6 +105,17 @@ def _lift(stage: Stage, rule: str) -> str:
     """Which stage lifts `rule`, as a clause; empty when none does."""
     number = stage.config.ENVELOPE.lifted_by.get(rule)
     return f" (stage {number:02d} lifts this)" if number else ""
+
+
+def _check_transforms(stage: Stage, named: dict, need_cuda: bool | None) -> None:
+    instead = BY_AUTOGRAD
+    if need_cuda is False:
+        instead = "the model records no derivatives, call it outside"
+    elif not stage.config.ENVELOPE.differentiable:
+        instead = f"it has no backward pass{_lift(stage, 'grad')}, call it outside"
+    why = refusal(named, instead)
+    if why:
+        raise TypeError(f"stage {stage.tag} {why}")
 
 
 def _check_tensors(stage: Stage, named: dict) -> None:

@@ -25,6 +25,7 @@ from .launch import current_execution, execution, forward, kernel_for, mask_argu
 from .masks import Mask
 from .model.sequences import OPEN, Sequences
 from .stage import Part, Stage
+from .transforms import refusal
 
 LOG2_E = math.log2(math.e)
 
@@ -297,6 +298,9 @@ def oracle_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Saved:
 
 def _check_upstream(q: Tensor, given: dict) -> None:
     """TypeError or ValueError unless dout, out, lse, dlse fit q; all but dout may be None."""
+    why = refusal(given, "it records no derivatives, call it outside")
+    if why:
+        raise TypeError(f"the model of a backward {why}")
     *batch, seqlen, heads, _ = q.shape  # no batch where sequences are packed
     like_q, of_rows = (q.shape, q.dtype), ((*batch, heads, seqlen), torch.float32)
     wanted = {"dout": like_q, "out": like_q, "lse": of_rows, "dlse": of_rows}

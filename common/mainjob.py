@@ -2,25 +2,28 @@
 """The main job: one attention problem by every means this machine has, against the oracle.
 
 Means: the stage's model (any machine), its compiled code (Linux: resources only, not executed),
-its kernel on this machine's GPU. Runs: host.
+its kernel on this machine's GPU. A stage with a backward pass computes gradients as well, of a
+large problem those of its first rows and heads. Runs: host.
 """
 
 from __future__ import annotations
 
 import pathlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import contract, contract_gpu, facts, inputs, numerics
+from . import contract, contract_gpu, contract_gradients, facts, inputs, numerics
 from .compile import CompiledKernel, DslMissing, compile_stage
 from .envelope import check, dtype_name
+from .grid import cluster_size
+from .model import Run
 from .sass import MissingTool
-from .stage import Stage
+from .stage import KernelSource, Stage
 
 SHOWN_FACTS = (
     "registers",
@@ -30,6 +33,7 @@ SHOWN_FACTS = (
     "ffma2_sass",
     "mufu_ex2_sass",
 )
+GRADIENT_ROWS, GRADIENT_HEADS = 512, 4  # of one batch entry: a few seconds for model and oracle
 
 
 @dataclass
@@ -88,13 +92,19 @@ def run(stage: Stage, given: inputs.Problem, console: Console) -> Result:
             f"brings them); allowed: {', '.join(contract.generators())}"
         )
     tensors = given.q, given.k, given.v
+    if not all(x.numel() for x in tensors):
+        check(stage, *tensors, need_cuda=False)
+        raise ValueError(f"{given.name} is empty ({given.shape_text}): nothing is to be computed")
     check(stage, *tensors, given.softmax_scale, need_cuda=False, **given.options)
     result = Result(stage.number, given.name, given.shape_text)
     console.print(f"[bold]Stage {stage.tag}, {stage.config.NAME}[/]: {stage.config.IDEA}")
     console.print(f"Problem: {given.name}, {given.shape_text}\n")
+    small = _small(given) if stage.config.ENVELOPE.differentiable else None
     _model(stage, given, console, result)
+    if small:
+        _model_gradients(stage, small, console, result)
     _compile(stage, given, console, result)
-    _gpu(stage, given, console, result)
+    _gpu(stage, given, small, console, result)
     console.print(_errors_table(result))
     if result.resources:
         console.print(_resources_table(result))
@@ -111,28 +121,59 @@ def _record(result: Result, name: str, verdicts: list[numerics.Comparison], **mo
     result.means[name] = {"comparisons": [row.as_dict() for row in verdicts], **more}
 
 
+def _small(given: inputs.Problem) -> inputs.Problem:
+    """The problem whose gradients are computed: its first rows and heads, of the first batch entry.
+
+    With lengths all of it.
+    """
+    if given.options:
+        return given
+    first = slice(1), slice(GRADIENT_ROWS), slice(GRADIENT_HEADS)
+    return replace(given, **{name: getattr(given, name)[first] for name in ("q", "k", "v", "dout")})
+
+
 def _model(stage: Stage, given: inputs.Problem, console: Console, result: Result) -> None:
-    with console.status(f"running the SM model of stage {stage.tag} ..."):
+    run, seconds = _timed_model(stage, given, console)
+    verdicts = contract.judge(given, run.out, run.lse, stage)
+    _record(result, "SM model", verdicts, seconds=seconds, derived=_derived(run))
+    console.print(f"SM model: {_model_text(run, stage, seconds)}")
+
+
+def _model_gradients(stage: Stage, small: inputs.Problem, console: Console, result: Result) -> None:
+    """dQ, dK, dV by the model of the usual backward part, after an exact forward."""
+    part = stage.backward(small.q.shape[-1])
+    run, seconds = _timed_model(part, small, console)
+    verdicts = contract.judge_gradients(small, run.dq, run.dk, run.dv)
+    result.means["SM model"]["comparisons"] += [row.as_dict() for row in verdicts]
+    about = {"part": part.name, "shape": small.shape_text, "seconds": seconds}
+    result.means["SM model"]["gradients"] = about | {"derived": _derived(run)}
+    console.print(f"SM model of {part.name}, {small.shape_text}: {_model_text(run, part, seconds)}")
+
+
+def _timed_model(
+    source: KernelSource, given: inputs.Problem, console: Console
+) -> tuple[Run, float]:
+    with console.status(f"running the SM model of {source.tag} ..."):
         start = time.perf_counter()
-        run = stage.simulate_problem(given)
-        seconds = time.perf_counter() - start
-        verdicts = contract.judge(given, run.out, run.lse, stage)
-    _record(
-        result,
-        "SM model",
-        verdicts,
-        seconds=seconds,
-        derived={
-            "machine": run.machine.name,
-            "cycles_per_cta": run.cta_cycles[0],
-            "tflops": run.tflops,
-            "engine_busy": run.busy(),
-        },
-    )
+        run = source.simulate_problem(given)
+        return run, time.perf_counter() - start
+
+
+def _derived(run: Run) -> dict[str, Any]:
+    return {
+        "machine": run.machine.name,
+        "cycles_per_cta": run.cta_cycles[0],
+        "tflops": run.tflops,
+        "engine_busy": run.busy(),
+    }
+
+
+def _model_text(run: Run, source: KernelSource, seconds: float) -> str:
+    unit = "pair" if cluster_size(source) == 2 else "CTA"
     busiest = max(run.busy().items(), key=lambda item: item[1])
-    console.print(
-        f"SM model: {run.ctas} CTAs in {seconds:.1f} s. Derived for {run.machine.name}: "
-        f"{run.cta_cycles[0]:.0f} cycles a CTA, busiest engine {busiest[0]} ({busiest[1]:.0%})"
+    return (
+        f"{run.ctas} {unit}s in {seconds:.1f} s. Derived for {run.machine.name}: "
+        f"{run.cta_cycles[0]:.0f} cycles a {unit}, busiest engine {busiest[0]} ({busiest[1]:.0%})"
     )
 
 
@@ -160,7 +201,13 @@ def _resources(kernel: CompiledKernel, result: Result) -> dict[str, Any]:
     return found | {name: all_facts[name] for name in SHOWN_FACTS}
 
 
-def _gpu(stage: Stage, given: inputs.Problem, console: Console, result: Result) -> None:
+def _gpu(
+    stage: Stage,
+    given: inputs.Problem,
+    small: inputs.Problem | None,
+    console: Console,
+    result: Result,
+) -> None:
     reason = contract_gpu.gpu_skip_reason(stage)
     if reason:
         result.not_done["kernel on a GPU"] = reason
@@ -169,9 +216,17 @@ def _gpu(stage: Stage, given: inputs.Problem, console: Console, result: Result) 
     with console.status("running the kernel on the GPU ..."):
         out, lse = contract_gpu.run_problem(stage, moved)
         verdicts = contract.judge(moved, out, lse, stage)
+        if small:
+            verdicts += _gpu_gradients(stage, small.to("cuda"))
     name = torch.cuda.get_device_name()
     _record(result, f"kernel on {name}", verdicts)
     console.print(f"Kernel: ran on {name}")
+
+
+def _gpu_gradients(stage: Stage, small: inputs.Problem) -> list[numerics.Comparison]:
+    part = stage.backward(small.q.shape[-1])
+    made = contract_gradients.run_gradients(stage, part, small)
+    return contract.judge_gradients(small, made.dq, made.dk, made.dv)
 
 
 def _errors_table(result: Result) -> Table:

@@ -37,6 +37,7 @@ from .launch import forward, modes
 from .masks import window
 from .model.sequences import OPEN
 from .stage import Stage
+from .transforms import refusal
 
 LAST = 8  # the stage whose kernels are used
 ALTERNATIVE = "torch.nn.functional.scaled_dot_product_attention runs everywhere"
@@ -131,6 +132,10 @@ def _check_arguments(tensors, rank: int, layout: str, deterministic: bool) -> No
             raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
         if x.dim() != rank:
             raise ValueError(f"{name} must be {layout}; got {tuple(x.shape)}")
+    if not torch.compiler.is_compiling():
+        why = refusal(dict(zip("qkv", tensors)))
+        if why:
+            raise TypeError(f"flash_ladder's attention {why}")
 
 
 def _scale(softmax_scale, q: Tensor) -> float:

@@ -17,6 +17,7 @@ from flash_ladder.common import (
     reference,
 )
 from flash_ladder.common.compile import compile_stage
+from flash_ladder.common.model import Sm
 from flash_ladder.common.plan import Arrival, Barrier, Plan, Role, TmemRegion
 from flash_ladder.common.sass import MissingTool
 
@@ -247,6 +248,42 @@ def test_a_key_tile_left_out_fails(stage, monkeypatch):
     monkeypatch.setattr(stage.model, "mma_qk", skip_first_tile)
     with pytest.raises(numerics.ToleranceError, match="out: FAILED"):
         contract.check_model(stage, CASE)
+
+
+def _leave_out(monkeypatch, verb: str, barrier: str = "") -> None:
+    """A fault in every model: all of one verb, of barriers whose names begin so."""
+    monkeypatch.setattr(Sm, "skips", lambda sm, agent, v, b, line: v == verb and b[:7] == barrier)
+
+
+@pytest.mark.parametrize("part", ["", "backward_1cta", "backward_2cta"])
+def test_a_finding_in_a_model_fails_where_its_result_is_right(monkeypatch, part):
+    source = load(7).part(part)
+    case = replace(CASE, part=part, head_dim=128, seqlen_k=256, heads=1)
+    assert contract.check_model(load(7), case)
+    for verb, words in (("fence_before", "nothing makes sure that"), ("bulk_wait", "never waited")):
+        _leave_out(monkeypatch, verb)
+        right = source.simulate_problem(case.problem())
+        assert all(torch.isfinite(getattr(right, name)).all() for name in source.RESULTS)
+        with pytest.raises(AssertionError, match=f"findings in {case}:\n(.|\n)*{words}"):
+            contract.check_model(load(7), case)
+
+
+@pytest.mark.parametrize("number", [7, 8])
+def test_rings_of_every_backward_wrap_around(number):
+    cases = contract.host_cases(load(number))
+    for part in load(number).backwards:
+        long = {c.head_dim for c in cases if c.part == part.name and c.seqlen_q >= 4 * 128}
+        assert long == set(part.config.ENVELOPE.head_dims)
+
+
+def test_a_ring_that_does_not_wait_shows_only_once_it_wraps_around(monkeypatch):
+    stage = load(7)
+    (*_, long) = contract.long_cases(stage.part("backward_1cta"))
+    contract.check_model(stage, long)
+    _leave_out(monkeypatch, "wait", "q_empty")
+    contract.check_model(stage, replace(long, seqlen_q=256))
+    with pytest.raises(AssertionError, match=r"writes smem bytes .* nothing makes sure"):
+        contract.check_model(stage, long)
 
 
 # ---- compiled code -------------------------------------------------------------------------

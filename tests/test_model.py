@@ -2,10 +2,12 @@
 """The SM model: barriers as PTX describes them, engines as queues, cycles that add up by hand."""
 
 import math
+import re
 
 import pytest
 import simpy
 import torch
+from flash_ladder import load
 from flash_ladder.common import inputs, reference
 from flash_ladder.common.model import (
     B200,
@@ -463,3 +465,23 @@ def test_a_tile_read_before_it_is_loaded_gives_nan(stage, monkeypatch):
     run = stage.simulate(given.q, given.k, given.v)
     assert run.out.isnan().all() and math.isfinite(run.lse.sum())
     assert any("read reads sV, part of which was never written" in text for text in run.findings)
+
+
+# ---- what a run shows of itself --------------------------------------------------------------
+
+
+def test_a_run_shows_shapes_and_cycles_in_a_line(stage):
+    q, k = torch.zeros(1, 256, 2, 64).bfloat16(), torch.zeros(1, 128, 2, 64).bfloat16()
+    assert re.fullmatch(
+        r"<Run on B200: out \(1, 256, 2, 64\), lse \(1, 2, 256\); 3 of 4 CTAs or pairs, at most "
+        r"\d+ cycles each; 0 findings>",
+        repr(stage.simulate(q, k, k, max_ctas=3)),
+    )
+    run = load(7).part("backward_1cta").simulate(q, k, k, q)
+    most = f"{max(run.cta_cycles):.0f}"
+    assert repr(run) == (
+        "<GradientRun on B200: dq (1, 256, 2, 64), dk (1, 128, 2, 64), dv (1, 128, 2, 64); 2 of 2 "
+        f"CTAs or pairs, at most {most} cycles each; 0 findings>"
+    )
+    none = load(8).simulate(q[:0], k[:0], k[:0])
+    assert repr(none).endswith("0 of 0 CTAs or pairs, at most 0 cycles each; 0 findings>")

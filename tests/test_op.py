@@ -21,6 +21,7 @@ from flash_ladder.common.compile import CompileKey
 from flash_ladder.common.gradients import oracle_forward
 from flash_ladder.common.model.sequences import OPEN
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
@@ -253,7 +254,7 @@ def test_what_torch_wants_to_see_never_does(short_cut):
     flash_attn_func(q, k, v)
     traced = make_fx(lambda *x: flash_attn_func(*x))(q, k, v)
     assert "flash_ladder.attention" in str(traced.graph)
-    with pytest.raises(RuntimeError, match=r"cannot be mapped by torch\.vmap"):
+    with pytest.raises(TypeError, match=r"cannot be mapped by torch\.vmap"):
         torch.vmap(flash_attn_func)(q[None], k[None], v[None])
     torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")(q, k, v)
     with FakeTensorMode():
@@ -320,8 +321,26 @@ def test_a_second_derivative_is_refused(oracle):
 
 def test_vmap_is_refused(oracle):
     q, k, v = (x[None] for x in _qkv())
-    with pytest.raises(RuntimeError, match=r"cannot be mapped by torch\.vmap: give it the batch"):
+    words = r"cannot be mapped by torch\.vmap: give it the batch"
+    with pytest.raises(TypeError, match=words):
         torch.vmap(flash_attn_func)(q, k, v)
+    operator = lambda *x: torch.ops.flash_ladder.attention(*x, *DENSE, 0.125, OPEN, OPEN)
+    with pytest.raises(RuntimeError, match=words):
+        torch.vmap(operator)(q, k, v)
+
+
+def test_derivatives_by_torch_func_are_refused(oracle):
+    q, k, v = _qkv()
+    reverse = "flash_ladder's attention cannot be differentiated by torch.func .* q is a tensor"
+    forward = "flash_ladder's attention has no forward-mode derivative .* k has a tangent: use"
+    with pytest.raises(TypeError, match=reverse):
+        torch.func.grad(lambda q: flash_attn_func(q, k, v).sum())(q)
+    with pytest.raises(TypeError, match=forward):
+        torch.func.jvp(lambda k: flash_attn_func(q, k, v), (k,), (k,))
+    q, k, v, cu = _packed()
+    lengths = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1]}
+    with pytest.raises(TypeError, match=forward), forward_ad.dual_level():
+        flash_attn_varlen_func(q, forward_ad.make_dual(k, k), v, **lengths)
 
 
 # ---- refusals ------------------------------------------------------------------------------

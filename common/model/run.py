@@ -18,7 +18,7 @@ from .sm import Pair, Sm
 Result = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """The result of a model run; times are derived from `machine`, never measured.
 
@@ -39,6 +39,19 @@ class Run:
     findings: tuple[str, ...] = ()
     tmem_log: tuple[tuple[float, float, str, str, int, int], ...] = ()
     notes: tuple[tuple[Note, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        """What was computed and for how long, in a line; traces and notes are long."""
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in self._results().items())
+        cycles = f"at most {max(self.cta_cycles, default=0.0):.0f} cycles each"
+        ran = f"{len(self.cta_cycles)} of {self.ctas} CTAs or pairs, {cycles}"
+        return (
+            f"<{type(self).__name__} on {self.machine.name}: {shapes}; {ran}; "
+            f"{len(self.findings)} findings>"
+        )
+
+    def _results(self) -> dict[str, torch.Tensor]:
+        return {"out": self.out, "lse": self.lse}
 
     @property
     def seconds(self) -> float:
@@ -74,7 +87,7 @@ class Run:
         return spent
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradientRun(Run):
     """The result of a backward pass: out is dQ, NaN where a CTA is missing; lse is empty.
 
@@ -88,6 +101,9 @@ class GradientRun(Run):
     def dq(self) -> torch.Tensor:
         """(b, sq, h, d) in the inputs' dtype."""
         return self.out
+
+    def _results(self) -> dict[str, torch.Tensor]:
+        return {"dq": self.dq, "dk": self.dk, "dv": self.dv}
 
 
 def gradient_run(
