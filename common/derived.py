@@ -133,6 +133,8 @@ def simulate(
     """
     refuse_masks(stage, sizes.causal, sizes.window)
     _check_sizes(stage, sizes)
+    if sizes.mask and mask_of(*[torch.zeros(1, sizes.seqlen, 1, 1)] * 2, **sizes.mask).sees_nothing:
+        raise ValueError(f"no query sees a key with window {sizes.window}: no kernel is started")
     rows, keys = min(sizes.seqlen, SIMULATED_ROWS), min(sizes.seqlen, SIMULATED_KEYS)
     turn = _turn(stage)
     start = time.perf_counter()

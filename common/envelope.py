@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .masks import Mask, mask_of
+from .masks import MASK_OPTIONS, Mask, mask_of
 from .model.sequences import OPEN
 from .transforms import BY_AUTOGRAD, refusal
 
@@ -86,6 +86,9 @@ def check(
 
 def _checked_mask(stage: Stage, q, k, options: dict) -> Mask | None:
     """The mask of a call; None for a stage without masks, which takes no options for one."""
+    strangers = sorted(set(options) - set(MASK_OPTIONS))
+    if strangers:
+        raise TypeError(f"no option {', '.join(strangers)}; masks have {', '.join(MASK_OPTIONS)}")
     if stage.config.ENVELOPE.masks:
         return mask_of(q, k, **options)
     given = [name for name, value in options.items() if not _unset(value)]
@@ -176,7 +179,8 @@ def _check_shapes(stage: Stage, q, k, v, mask: Mask | None) -> None:
         raise ValueError(f"a sequence has at most {OPEN - 1} rows; got {longest}")
     ctas = batch * q.shape[2] * math.ceil(longest / TILE_ROWS)
     if ctas > MAX_GRID:
-        raise ValueError(f"{ctas} query tiles exceed one grid's {MAX_GRID}; split the batch")
+        fix = "give max_seqlen_q and max_seqlen_k, or " if mask and mask.packed else ""
+        raise ValueError(f"{ctas} query tiles exceed one grid's {MAX_GRID}; {fix}split the batch")
 
 
 def _check_layout(stage: Stage, named: dict) -> None:

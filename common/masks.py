@@ -13,6 +13,7 @@ Runs: host.
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, replace
 
 import torch
@@ -129,13 +130,13 @@ def window(causal, window_size) -> tuple[int, int]:
     except (TypeError, ValueError):
         raise TypeError(f"window_size must be (left, right); got {window_size!r}") from None
     for side in (left, right):
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral)):
             raise TypeError(
                 f"window_size has integers, and None or -1 for an open side; got {window_size!r}"
             )
     left, right = (OPEN if side in (None, -1) else side for side in (left, right))
-    clamped = [max(-OPEN, min(side, OPEN)) for side in (left, min(right, 0) if causal else right)]
-    return clamped[0], clamped[1]
+    right = min(right, 0) if causal else right
+    return int(max(-OPEN, min(left, OPEN))), int(max(-OPEN, min(right, OPEN)))
 
 
 def mask_of(
@@ -154,10 +155,11 @@ def mask_of(
     """The mask of a call on q and k, (b, s, h, d), or (total, h, d) with cu_seqlens.
 
     cu_seqlens_q, cu_seqlens_k: (n + 1,) int32 on the tensors' device, where each of n sequences
-    begins and the last ends; both or none. max_seqlen_q, max_seqlen_k: with them, no sequence is
-    longer; all of q or k when None. seqused_q, seqused_k: (n,) int32, how many rows of each
-    sequence count. What these say is read on the device alone: lengths beyond a tensor or a maximum
-    are cut, and a sequence that begins outside is empty.
+    begins and the last ends, never falling (refused on a CPU; on a GPU, where only kernels read
+    them, rows of two sequences have undefined results); both or none. max_seqlen_q, max_seqlen_k:
+    with them, no sequence is longer; all of q or k when None. seqused_q, seqused_k: (n,) int32, how
+    many rows of each sequence count. What these say is read on the device alone: lengths beyond a
+    tensor or a maximum are cut, and a sequence that begins outside is empty.
     Raises TypeError or ValueError for what cannot be one.
     """
     left, right = window(causal, window_size)
@@ -178,6 +180,9 @@ def mask_of(
         ("seqused_k", used[1], batch),
     ):
         _check_integers(name, values, count, q.device)
+    for name, values in (("cu_seqlens_q", cu[0]), ("cu_seqlens_k", cu[1])):
+        if packed and values.device.type == "cpu" and (values.diff() < 0).any():
+            raise ValueError(f"{name} must never fall; got {values.tolist()}")
     made = Mask(left, right, packed, batch, *most)
     return made.with_lengths(cu, used, rows) if packed or used != (None, None) else made
 
@@ -213,13 +218,13 @@ def _check_maximum(name: str, value, rows: int, packed: bool) -> int:
         raise ValueError(f"{name} goes with cu_seqlens; without, the length is that of the tensor")
     if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
             f"{name} must be an int, or a CPU tensor that holds one; got {_what(value)}"
         )
     if value < 0:
         raise ValueError(f"{name} must be 0 or more; got {value}")
-    return min(value, rows)
+    return min(int(value), rows)
 
 
 def _check_integers(name: str, values, count: int, device: torch.device) -> None:

@@ -100,7 +100,8 @@ def flash_attn_varlen_func(
     Args:
         q: (total_q, h, d); k, v: (total_k, hk, d).
         cu_seqlens_q, cu_seqlens_k: (n + 1,) int32 on q's device; sequence i has the rows from
-            cu_seqlens[i] to cu_seqlens[i + 1]. Zero lengths are allowed.
+            cu_seqlens[i] to cu_seqlens[i + 1]. Zero lengths are allowed. They must not fall: rows
+            of two sequences have undefined results.
         max_seqlen_q, max_seqlen_k: no sequence is longer, an int or a CPU tensor that holds one;
             total_q and total_k when None, which starts more thread blocks than there is work for.
         seqused_q, seqused_k: (n,) int32 on q's device: how many of its rows a sequence uses.
@@ -157,7 +158,8 @@ def _number(name: str, value) -> int | None:
             f"{name} must be an int, or a CPU tensor that holds one; got {value.shape} "
             f"on {value.device}"
         )
-    return value
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, (bool, int))
+    return int(value) if whole else value
 
 
 _KNOWN: dict[tuple, tuple[Problem, bool]] = {}  # See Note [Known problems]

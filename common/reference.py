@@ -11,11 +11,12 @@ q and k, E head dimension of v, C any of D and E.
 Note [Excluded rows]
     Three cases for a row of K or V that query i must not see, whatever bits it holds:
 
-    * excluded for every query (beyond ``seqused_k``, or in no visible set): it cannot reach any
-      result. The same holds for rows of Q, dO and dLSE beyond ``seqused_q``.
-    * live for another query and finite: weight 0, an ordinary masked key.
-    * live for another query and NaN or Inf: a kernel that visits the tile multiplies P = 0 with
-      it, and 0 x NaN is NaN on any tensor core. The oracle computes the row as if the key were
+    * of no sequence (beyond ``seqused_k``): it cannot reach any result. The same holds for rows of
+      Q, dO and dLSE beyond ``seqused_q``.
+    * of the sequence and finite: weight 0, an ordinary masked key.
+    * of the sequence and NaN or Inf, whether or not another query sees it: a kernel that visits the
+      tile multiplies P = 0 with it, and 0 x NaN is NaN on any tensor core; copies end where a
+      sequence ends, not where a window does. The oracle computes the row as if the key were
       absent and flags it as *unspecified*; tests skip flagged rows and only those. Scores are
       selected before the row maximum, so a bad K alone does not matter to the forward: only a bad
       V flags a row of O, and LSE is always specified. In the gradients a bad K flags as well.
@@ -554,7 +555,7 @@ def _used_rows(used: list[int], seqlen: int, device: torch.device) -> Tensor:
 
 
 def _hidden_bad_keys(task: _Task, bad_k: Tensor) -> Tensor:
-    """Returns bool (b, h, sq): a bad key, live for another query, is masked for this one.
+    """Returns bool (b, h, sq): a bad key of the sequence is masked for this query.
 
     bad_k: bool (b, sk, hk). Rows beyond seqused_q are never flagged: they must be 0 and -inf.
     """
@@ -563,7 +564,7 @@ def _hidden_bad_keys(task: _Task, bad_k: Tensor) -> Tensor:
     if not bad_k.any():
         return flags
     visible = _task_visibility(task)
-    bad_live = bad_k & visible.any(1)[..., None]
+    bad_live = bad_k & _used_rows(task.used_k, bad_k.shape[1], visible.device)[..., None]
     hidden = ~visible & _used_rows(task.used_q, seqlen_q, visible.device)[..., None]
     counts = hidden.float() @ bad_live.float()  # (b, sq, hk)
     per_head = (counts > 0).repeat_interleave(heads // bad_k.shape[2], 2)

@@ -43,6 +43,12 @@ def test_a_kind_of_cta_has_the_work_of_its_rows():
     assert at(0) == ((256, 256, derived.OPEN, 0), 0)
 
 
+def test_a_window_without_keys_has_no_time():
+    sizes = derived.Sizes(512, 1, 128, window=(-60, 40))
+    with pytest.raises(ValueError, match=r"no query sees a key with window \(-60, 40\)"):
+        derived.simulate(load(8), B200, sizes)
+
+
 def test_ctas_of_a_window_away_from_the_ends_are_of_one_kind():
     at = lambda start: derived._masked_cta((start, start + 256), 8192, (1024, 100), 128)
     assert at(2048) == at(4096) == at(6144)

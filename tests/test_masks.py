@@ -3,11 +3,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from flash_ladder import load
 from flash_ladder.common import reference
+from flash_ladder.common.envelope import check
 from flash_ladder.common.masks import mask_of, window
 from flash_ladder.common.model.sequences import OPEN, Sequence, Sequences
 
@@ -153,6 +156,12 @@ REFUSED = {
         ValueError,
         "max_seqlen_k must be 0 or more; got -1",
     ),
+    "sequences that overlap": (
+        None,
+        CU | {"cu_seqlens_k": _int(0, 5, 3)},
+        ValueError,
+        "cu_seqlens_k must never fall; got [0, 5, 3]",
+    ),
     "a maximum that is no number": (
         None,
         CU | {"max_seqlen_k": 4.0},
@@ -168,6 +177,30 @@ def test_what_is_no_mask_is_refused(name):
     with pytest.raises(error) as raised:
         mask_of(*_pair(batch=batch), **options)
     assert words in str(raised.value)
+
+
+def test_integers_of_numpy_are_integers():
+    size = np.int64(3)
+    mask = mask_of(*_pair(batch=None), **CU, window_size=(size, np.int32(-1)), max_seqlen_q=size)
+    assert (mask.left, mask.right, mask.max_seqlen_q) == (3, OPEN, 3)
+    assert {type(x) for x in (mask.left, mask.right, mask.max_seqlen_q)} == {int}
+
+
+def test_an_option_that_does_not_exist_is_named():
+    q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
+    for number in (7, 8):
+        with pytest.raises(TypeError, match="no option dropout_p; masks have causal, window_size,"):
+            load(number).simulate(q, q, q, dropout_p=0.1)
+
+
+def test_too_many_query_tiles_of_packed_sequences_name_the_maximum():
+    q = torch.empty(2**20, 64, 64, dtype=torch.bfloat16, device="meta")
+    cu = torch.empty(4097, dtype=torch.int32, device="meta")
+    given = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    with pytest.raises(ValueError, match="give max_seqlen_q and max_seqlen_k, or split the batch"):
+        check(load(8), q, q, q, need_cuda=None, **given)
+    sizes = {"max_seqlen_q": 256, "max_seqlen_k": 256}
+    assert check(load(8), q, q, q, need_cuda=None, **given, **sizes).mask.batch == 4096
 
 
 @pytest.mark.parametrize(
@@ -230,11 +263,17 @@ def test_packed_sequences():
         ((0, 1, 4), {"seqused_q": _int(5, 1)}, [(0, 1), (1, 1)]),
         ((0, 3, 99), {}, [(0, 3), (3, 1)]),
         ((0, 77, 99), {}, [(0, 4), (4, 0)]),
-        ((-3, 2, 1), {}, [(0, 2), (2, 0)]),
+        ((-3, 2, 2), {}, [(0, 2), (2, 0)]),
     ],
 )
 def test_lengths_stay_within_the_tensor(cu_q, options, rows_q):
     assert [row[:2] for row in _rows(_packed(cu_q, **options))] == rows_q
+
+
+def test_lengths_that_fall_are_0_where_nobody_may_look():
+    mask = replace(_packed(), lengths=None)
+    given = (_int(-3, 2, 1), _int(0, 4, 6)), (None, None), (4, 6)
+    assert [row[:2] for row in _rows(mask.with_lengths(*given))] == [(0, 2), (2, 0)]
 
 
 def test_a_maximum_is_at_most_the_tensor():

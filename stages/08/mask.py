@@ -28,7 +28,8 @@ def visible_keys(query: Int32, lengths, window):
 def visited_tiles(first_row: Int32, rows: Int32, lengths, window):
     """(n_min, n_max): the key tiles that some query of `rows` rows from `first_row` on sees.
 
-    Runs: any thread. n_min = n_max where there are none.
+    Runs: any thread. n_min = n_max where there are none. left + right >= 0: the host starts nothing
+    for other windows.
     """
     last_row = cutlass.min(first_row + rows, lengths[0]) - 1
     first_key, _ = visible_keys(first_row, lengths, window)
@@ -68,7 +69,7 @@ def visible_queries(key: Int32, lengths, window):
 def visited_queries(first_key: Int32, keys: Int32, lengths, window):
     """(m_min, m_max): the query tiles that see some key of `keys` keys from `first_key` on.
 
-    Runs: any thread. m_min = m_max where there are none.
+    Runs: any thread. m_min = m_max where there are none. left + right >= 0.
     """
     last_key = cutlass.min(first_key + keys, lengths[1]) - 1
     first_query, _ = visible_queries(first_key, lengths, window)

@@ -134,11 +134,14 @@ def visible_keys(query: int, sequence: Sequence, window: tuple[int, int]) -> tup
 
 
 def visited_tiles(first_row: int, rows: int, sequence: Sequence, window) -> tuple[int, int]:
-    """(n_min, n_max): key tiles that some query of `rows` from `first_row` on sees."""
+    """(n_min, n_max): key tiles that some query of `rows` from `first_row` on sees.
+
+    A window without keys never reaches the kernel (`Mask.sees_nothing`).
+    """
     last_row = min(first_row + rows, sequence.len_q) - 1
     start = max(visible_keys(first_row, sequence, window)[0], 0)
     stop = min(visible_keys(last_row, sequence, window)[1] + 1, sequence.len_k)
-    if last_row < first_row or start >= stop:
+    if last_row < first_row or start >= stop or sum(window) < 0:
         return 0, 0
     return start // TILE_N, math.ceil(stop / TILE_N)
 
@@ -158,11 +161,14 @@ def visible_queries(key: int, sequence: Sequence, window: tuple[int, int]) -> tu
 
 
 def visited_queries(first_key: int, keys: int, sequence: Sequence, window) -> tuple[int, int]:
-    """(m_min, m_max): query tiles that see some key of `keys` from `first_key` on."""
+    """(m_min, m_max): query tiles that see some key of `keys` from `first_key` on.
+
+    A window without keys: see visited_tiles.
+    """
     last_key = min(first_key + keys, sequence.len_k) - 1
     start = max(visible_queries(first_key, sequence, window)[0], 0)
     stop = min(visible_queries(last_key, sequence, window)[1] + 1, sequence.len_q)
-    if last_key < first_key or start >= stop:
+    if last_key < first_key or start >= stop or sum(window) < 0:
         return 0, 0
     return start // TILE_M, math.ceil(stop / TILE_M)
 
