@@ -223,6 +223,17 @@ def test_the_page_shows_what_the_model_derives(number, settings, row):
     assert f"| {row} | {tflops:.0f} |" in page.read_text(encoding="utf-8")
 
 
+def test_the_page_says_how_far_the_model_is_from_what_was_published():
+    page = pathlib.Path(__file__).parents[1] / "docs" / "model.md"
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    row = lambda name: float(re.search(rf"\| {re.escape(name)} \| (\d+) \|", text)[1])
+    published = row("FlashAttention-4 on a B200 (Q: its authors' chart)")
+    less = 1 - row("the model on stage 06 (D)") / published
+    more = row("the model on stage 06, half of the TMA's latency (D)") / published - 1
+    assert f"The model says {100 * less:.0f} % less than what was published" in text
+    assert f"With half of that it says {100 * more:.0f} % *more* than was published" in text
+
+
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("number", (4, 5, 6))
 def test_the_tables_of_the_pages_show_the_steady_cycles(number, head_dim):
