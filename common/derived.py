@@ -21,7 +21,7 @@ from .stage import KernelSource
 FIRST_MASKS = 8  # the stage that brings them
 SIMULATED_ROWS = 512  # given to the model, query rows or a backward's keys: one CTA (or pair)
 SMALL_KEYS = 128  # queries and keys of a page's picture
-SIMULATED_KEYS = 1024  # more key tiles of the steady state teach nothing new
+SIMULATED_KEYS = 1024  # of the CTA that is shown; one with twice as many gives the steady state
 STEADY_TILES = 4  # without a mask, of a CTA that is simulated with one
 PRODUCTS = {"attention": 2, "backward": 5}  # matrix products of a tile
 
@@ -139,7 +139,8 @@ def simulate(
     turn = _turn(stage)
     start = time.perf_counter()
     run = _one_cta(stage, on, *(rows, keys)[::turn], sizes.head_dim)
-    phases = timeline.phases(run)
+    short = run if keys == SIMULATED_KEYS else None
+    phases = timeline.phases(run, steady_cycles(stage, on, sizes.head_dim, rows, short))
     tile_m = math.ceil(rows / run.ctas)
     cluster = getattr(stage.config, "CTAS", 1)  # that run as one
     places = on.with_changes({"sms": on["sms"] // cluster}) if cluster > 1 else on
@@ -165,6 +166,22 @@ def simulate(
     )
     seconds, simulated = time.perf_counter() - start, (tile_m, keys)[::turn]
     return Report(stage, sizes, tuple(settings), simulated, run, phases, whole, seconds)
+
+
+def steady_cycles(
+    stage: KernelSource,
+    on: Machine,
+    head_dim: int,
+    rows: int = SIMULATED_ROWS,
+    short: Run | None = None,
+) -> float:
+    """Cycles of a CTA for each tile that its run names, in the steady state; what all pages show.
+
+    From CTAs that see SIMULATED_KEYS keys (`short`, where that has run) and twice as many (of a
+    backward: queries). rows: of the problem, of which the CTA has its share (of a backward: keys).
+    """
+    see = lambda keys: _one_cta(stage, on, *(rows, keys)[:: _turn(stage)], head_dim)
+    return timeline.steady(short or see(SIMULATED_KEYS), see(2 * SIMULATED_KEYS))
 
 
 def _masked_time(

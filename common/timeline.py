@@ -124,7 +124,7 @@ def port(run: Run) -> dict[str, tuple[float, float]]:
     Of a tile is what names one, shared evenly among all; what does not comes before or after.
     """
     spans = [span for span in run.trace if span.engine == "smem" and span.rank == 0]
-    tiles = len({span.tile for span in run.trace if span.tile >= 0}) or 1
+    tiles = len(ends(run)) or 1
     cycles: dict[str, list[float]] = {}
     for span in spans:
         found = cycles.setdefault(_purpose(span), [0.0, 0.0])
@@ -378,7 +378,11 @@ def page(run: Run) -> str:
 
 @dataclass(frozen=True)
 class Phases:
-    """Cycles of a CTA before its first key tile, for each of `tiles` key tiles, and after."""
+    """Cycles of a CTA: for each of `tiles` tiles in the steady state, and what comes once.
+
+    epilogue: after the last tile. prologue: the rest, which fills the pipeline, less what the last
+    tiles save as it empties.
+    """
 
     prologue: float
     per_tile: float
@@ -386,25 +390,39 @@ class Phases:
     tiles: int
 
 
-def phases(run: Run) -> Phases:
-    """The phases of the CTA that was simulated; together they give its cycles exactly.
-
-    A tile ends with the last span that names it. The steady state is the mean distance of those
-    ends; the first tile, which fills the pipeline, counts as prologue but for one such distance.
-    With a single tile everything before its end counts as that tile. Raises ValueError when no
-    span names a tile.
-    """
-    ends: dict[int, float] = {}
+def ends(run: Run) -> dict[int, float]:
+    """The cycle at which each tile ends, with the last span that names it."""
+    found: dict[int, float] = {}
     for span in run.trace:
         if span.tile >= 0:
-            ends[span.tile] = max(ends.get(span.tile, 0.0), span.end)
-    if not ends:
+            found[span.tile] = max(found.get(span.tile, 0.0), span.end)
+    return found
+
+
+def steady(short: Run, long: Run) -> float:
+    """Cycles of a tile in the steady state, from CTAs that differ in how many tiles they visit.
+
+    What the first and last tiles take otherwise is in both and drops out. Raises ValueError unless
+    `long` has more tiles.
+    """
+    more = len(ends(long)) - len(ends(short))
+    if more < 1:
+        raise ValueError("the steady state needs a second run with more tiles")
+    return (long.cta_cycles[0] - short.cta_cycles[0]) / more
+
+
+def phases(run: Run, per_tile: float) -> Phases:
+    """The phases of a CTA; together they give its cycles exactly. per_tile: see `steady`.
+
+    Raises ValueError when no span names a tile.
+    """
+    tiles = ends(run)
+    if not tiles:
         raise ValueError("no span of the run names a key tile, so it has no steady state")
-    first, last = min(ends.values()), max(ends.values())
-    per_tile = (last - first) / (len(ends) - 1) if len(ends) > 1 else first
-    prologue = max(0.0, first - per_tile)
-    per_tile = (last - prologue) / len(ends)
-    return Phases(prologue, per_tile, max(0.0, run.cta_cycles[0] - last), len(ends))
+    last = min(max(tiles.values()), run.cta_cycles[0])
+    per_tile = min(per_tile, last / len(tiles))
+    prologue = last - per_tile * len(tiles)
+    return Phases(prologue, per_tile, run.cta_cycles[0] - last, len(tiles))
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,29 @@ def test_a_sweep_leaves_the_stage_as_it_was():
     assert Stage(exp2_share.STAGE).config.EMULATED == before
 
 
+def test_the_page_shows_the_share_of_the_stage():
+    """Rates of the fastest even share and of its own, cycles of its own and of a neighbour."""
+    page = (exp2_share.RESULTS.parent.parent / "exp2.md").read_text(encoding="utf-8")
+    emulated = Stage(exp2_share.STAGE).config.EMULATED
+    own = {
+        latency: exp2_share.cycles("B200", 128, latency, emulated[128])["tflops"]
+        for latency in exp2_share.TMA_LATENCY
+    }
+    best = [exp2_share.best(find("B200", 128, latency))["tflops"] for latency in own]
+    text = " ".join(page.split())
+    assert f"gives {best[0]:.0f} TFLOP/s for stage 06 with the fastest even share" in text
+    assert f"or {best[1]:.0f} with half the latency, and {own[1400]:.0f} and {own[700]:.0f}" in text
+    tile = lambda pairs: exp2_share.cycles("B200", 64, 1400, pairs)["cycles"] / 2
+    assert f"the SM model takes {tile(emulated[64]):.0f} cycles a tile" in text
+    assert f"with `(5, 5, 5, 5)` it takes {tile((5, 5, 5, 5)):.0f}." in text
+
+
 def test_what_the_page_says_of_the_optimum():
     published = range(8, 33)  # 6 to 25 % of 128
-    assert exp2_share.best(find("B200", 128))["emulated"] in published
+    assert len({point["cycles"] for point in find("B200", 128)}) == 1
+    half = find("B200", 128, exp2_share.TMA_LATENCY[1])
+    assert exp2_share.best(half)["emulated"] in published
+    assert half[0]["cycles"] / exp2_share.best(half)["cycles"] == pytest.approx(1.01, abs=0.005)
     assert exp2_share.best(find("B300", 128))["fewest"] == 0
     assert exp2_share.best(find("B200", 64))["emulated"] not in published
     none, fastest = find("B200", 64)[0], exp2_share.best(find("B200", 64))

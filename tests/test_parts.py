@@ -287,7 +287,8 @@ def test_a_derived_time_of_a_backward(backward, monkeypatch):
     monkeypatch.setattr(backward, "simulate_problem", simulate_problem)
     sizes = derived.Sizes(seqlen=1024, heads=2, head_dim=64)
     report = derived.simulate(backward, B200, sizes)
-    assert given == [(1024, 512)] and report.simulated == (1024, 256)
+    assert given == [(1024, 512), (2048, 512)]  # queries, keys
+    assert report.simulated == (1024, 256)
     assert report.time.ctas == 8 and report.time.flop == 10 * 2 * 1024**2 * 64
     assert report.as_dict()["part"] == NAME
     assert "part" not in derived.simulate(forward, B200, sizes).as_dict()

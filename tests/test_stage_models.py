@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the models of the stages' schedules say: order, overlap, cycles. All derived, no GPU."""
 
-import functools
 import pathlib
 import re
 from typing import NamedTuple
@@ -9,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from flash_ladder import load
-from flash_ladder.common import derived, gradients, inputs, plan, reference, timeline
+from flash_ladder.common import derived, plan
 from flash_ladder.common.model import B200, Deadlock, Run, observe
 from flash_ladder.common.ordering import Ordering
 
@@ -156,10 +155,8 @@ def test_stage_04_rescales_during_the_softmax(tile):
 
 
 def _cycles(number: int, head_dim: int) -> float:
-    """Cycles of the steady state per query tile and key tile, from two lengths."""
-    rows = 128 if number == 2 else 256
-    short, long = (_run(number, rows, tiles, head_dim).cta_cycles[0] for tiles in (8, 16))
-    return (long - short) / 8 / (rows // 128)
+    """Cycles of the steady state per query tile and key tile."""
+    return derived.steady_cycles(load(number), B200, head_dim) / (1 if number == 2 else 2)
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
@@ -226,64 +223,56 @@ def test_the_page_shows_what_the_model_derives(number, settings, row):
     assert f"| {row} | {tflops:.0f} |" in page.read_text(encoding="utf-8")
 
 
-@functools.cache
-def _backward(name: str, head_dim: int, tiles: int):
-    """One CTA, or pair, of a backward part against `tiles` query tiles: (problem, run)."""
-    part = load(7).part(name)
-    keys = 128 * (2 if name == "backward_2cta" else part.config.KEY_TILES[head_dim])
-    sizes = {"batch": 1, "seqlen_q": 128 * tiles, "seqlen_k": keys, "heads": 1}
-    problem = inputs.make("gaussian", **sizes, head_dim=head_dim)
-    forward = reference.attention(problem.q, problem.k, problem.v)
-    out, lse = forward.out.to(problem.q.dtype), forward.lse.float()
-    stats = gradients.statistics(out, lse, problem.dout)
-    tensors = problem.q, problem.k, problem.v, problem.dout
-    return problem, part.model.run(*tensors, stats, head_dim**-0.5, B200)
+def test_the_page_says_how_far_the_model_is_from_what_was_published():
+    page = pathlib.Path(__file__).parents[1] / "docs" / "model.md"
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    row = lambda name: float(re.search(rf"\| {re.escape(name)} \| (\d+) \|", text)[1])
+    published = row("FlashAttention-4 on a B200 (Q: its authors' chart)")
+    less = 1 - row("the model on stage 06 (D)") / published
+    more = row("the model on stage 06, half of the TMA's latency (D)") / published - 1
+    assert f"The model says {100 * less:.0f} % less than what was published" in text
+    assert f"With half of that it says {100 * more:.0f} % *more* than was published" in text
 
 
-def _step(name: str, head_dim: int) -> float:
-    """Cycles of a CTA for a query tile and a key tile in the steady state."""
-    short, long = (_backward(name, head_dim, tiles)[1].cta_cycles[0] for tiles in (8, 16))
-    return (long - short) / 8 / load(7).part(name).config.KEY_TILES[head_dim]
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("number", (4, 5, 6))
+def test_the_tables_of_the_pages_show_the_steady_cycles(number, head_dim):
+    """Of the stages that a page compares, as `flash-ladder model` prints them."""
+    page = (load(number).folder / "README.md").read_text(encoding="utf-8")
+    page = page[page.index("What the SM model says") :]
+    (cells,) = re.findall(rf"^\| head dim {head_dim} \|(.*)\|$", page, re.M)
+    (head,) = re.findall(r"^\|(.*)\|\n\|[-|]+\|\n\| head dim 128 \|", page, re.M)
+    shown = {name.strip(): cell for name, cell in zip(head.split("|")[1:], cells.split("|"))}
+    stages = {int(name): cell for name, cell in shown.items() if name.isdigit()}
+    assert number in stages and len(stages) >= 2
+    assert {row: int(cell) for row, cell in stages.items()} == {
+        row: round(_cycles(row, head_dim)) for row in stages
+    }
 
 
-def test_two_key_tiles_in_one_cta_beat_a_pair_at_head_dim_64():
-    """The pair at 64 exists as a model alone: its gradients are right, and it is slower."""
-    problem, run = _backward("backward_2cta", 64, 8)
-    truth = reference.attention_backward(problem.q, problem.k, problem.v, problem.dout)
-    for name in ("dq", "dk", "dv"):
-        error = getattr(run, name).double() - getattr(truth, name)
-        assert error.abs().max() < 0.01 * getattr(truth, name).abs().max()
-    print(_step("backward_1cta", 64), _step("backward_2cta", 64))
-    assert _step("backward_1cta", 64) < 0.95 * _step("backward_2cta", 64)
+def test_the_pages_of_stages_02_and_03_show_the_steady_cycles():
+    page = lambda number: (load(number).folder / "README.md").read_text(encoding="utf-8")
+    second, third = page(2), " ".join(page(3).split())
+    assert f"| 616 | {_cycles(2, 128):.0f} |" in second and f"{_cycles(2, 64):.0f} cycles" in second
+    tile = _cycles(3, 128)
+    assert f"takes {2 * tile:.0f} cycles at head dim 128, {tile:.0f} a tile" in third
+    assert f"it is {_cycles(3, 64):.0f} a tile" in third
 
 
-def test_the_page_of_the_backward_shows_the_models_cycles():
-    page = (load(7).folder / "README.md").read_text(encoding="utf-8")
-    shown = [round(_step(*row)) for row in (("backward_2cta", 128), ("backward_1cta", 128))]
-    assert f"| cycles | {shown[0]} | | {shown[1]} | | {_step('backward_1cta', 64):.0f} |" in page
-    assert f"{_step('backward_2cta', 64):.0f} cycles" in page
-
-
-def test_the_page_of_the_backward_shows_who_uses_the_port():
-    """COMPUTE reads LSE for P, and D for dS, which it writes, in a pair in a step of its own."""
-    page = (load(7).folder / "README.md").read_text(encoding="utf-8")
-    row = lambda name: [
-        int(cell)
-        for cell in re.search(rf"^\| {name} \|(.*)\|$", page, re.M)[1].split("|")
-        if cell.strip().isdigit()
-    ]
-    kernels = (("backward_2cta", 128), ("backward_1cta", 128), ("backward_1cta", 64))
-    for column, kernel in enumerate(kernels):
-        each = {
-            name: cycles for name, (cycles, _) in timeline.port(_backward(*kernel, 16)[1]).items()
-        }
-        shown = lambda name, column=column: row(name)[column]
-        used = lambda *names, each=each: sum(each.pop(name, 0.0) for name in names)
-        assert used("MMA operands") == pytest.approx(shown("MMA operands"))
-        assert used("TMA loads") == pytest.approx(shown("TMA fills of Q, dO, LSE, D"))
-        assert used("RELAY copy sdX") == pytest.approx(shown("dS to the peer"))
-        dq = used("REDUCE stage dQ", "REDUCE reduce sdQ")
-        assert dq == pytest.approx(shown("dQ written and read"))
-        compute = used("COMPUTE P", "COMPUTE dS", "COMPUTE stage dS")
-        by_threads = shown("dS written") + shown("LSE and D read by every warp")
-        assert compute == pytest.approx(by_threads) and not any(each.values())
+@pytest.mark.parametrize("length", (1024, 2048, 4096, 8192, 16384))
+def test_the_page_of_the_masks_shows_what_they_cost(length):
+    """TFLOP/s of the forward and of the backward's pair, full and causal, and their ratio."""
+    page = (load(8).folder / "README.md").read_text(encoding="utf-8")
+    cells = []
+    for kernel in (load(8), load(8).part("backward_2cta")):
+        sizes = [
+            derived.Sizes(length, 16 * 32768 // length, 128, causal=on) for on in (False, True)
+        ]
+        full, causal = (derived.simulate(kernel, B200, size) for size in sizes)
+        rates = full.time.tflops, causal.time.tflops
+        cells += [f"{rates[0]:.0f} (D)", f"{rates[1]:.0f} (D)", f"{rates[1] / rates[0]:.2f}"]
+        if kernel.name == "":
+            once = [round(cycles, -1) for cycles in (full.phases.prologue, full.phases.epilogue)]
+            text = " ".join(page.split())
+            assert "its start and end, {:.0f} and {:.0f} cycles (D)".format(*once) in text
+    assert f"| {length} | {' | '.join(cells)} |" in page

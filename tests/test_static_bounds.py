@@ -103,6 +103,58 @@ def test_the_page_shows_what_the_code_shows(dsl, number):
 BACKWARD = (("backward_2cta", 128), ("backward_1cta", 128), ("backward_1cta", 64))
 
 
+OF_THE_BACKWARD = {  # of the table on page 07: what of the report it is
+    "slots an element": lambda found: found.model.slots_per_element,
+    "MMA warp, slots a tile": lambda found: found.model.cycles["mma_warp_issue"],
+    "shared memory by the report": lambda found: found.model.cycles["smem"],
+    "ceiling of the tensor core": lambda found: found.model.ceiling,
+    "local memory accesses": lambda found: found.spill_instructions,
+}
+COLUMNS = {"pair, d 128": BACKWARD[0], "one CTA, d 128": BACKWARD[1], "one CTA, d 64": BACKWARD[2]}
+
+
+def _same(cell: str, value: float) -> bool:
+    """Whether a cell shows a value, rounded to its decimals."""
+    decimals = len(cell.partition(".")[2])
+    return float(cell) == pytest.approx(value, abs=0.51 * 10.0**-decimals)
+
+
+def test_page_07_shows_what_the_code_of_the_backward_shows(dsl):
+    """Every cell of our columns; upstream's kernels are not ours to compile."""
+    page = (load(7).folder / "README.md").read_text(encoding="utf-8")
+    (head,) = re.findall(r"^\|(.*upstream's pair.*)\|$", page, re.M)
+    heads, compared = [cell.strip() for cell in head.split("|")], 0
+    for label, value in OF_THE_BACKWARD.items():
+        (row,) = re.findall(rf"^\| {label} \|(.*)\|$", page, re.M)
+        cells = dict(zip(heads[1:], (cell.strip() for cell in row.split("|"))))
+        for column, (name, head_dim) in COLUMNS.items():
+            if cells[column] != "–":
+                assert _same(cells[column], value(compiled(7, head_dim, name))), (label, column)
+                compared += 1
+    assert compared == 13
+    printed = OF_THE_BACKWARD["shared memory by the report"](compiled(7, 64, "backward_1cta"))
+    assert f"prints {printed:.0f} at head dim 64" in page
+    mufu = facts(6, 128)["mufu"]
+    assert f"| exponentials, cycles of the MUFU | {mufu:.0f} (D) |" in page
+
+
+def test_page_08_shows_what_the_code_shows(dsl):
+    """Slots of the loops that mask nothing, in stages 07 and 08."""
+    page = (load(8).folder / "README.md").read_text(encoding="utf-8")
+    for column, (name, head_dim) in COLUMNS.items():
+        (row,) = re.findall(rf"^\| {column} \|(.*)\|$", page, re.M)
+        for number, cell in zip((7, 8), row.split("|")):
+            found = compiled(number, head_dim, name)
+            assert _same(cell.strip(), found.model.slots_per_element), (column, number)
+    mma = [
+        compiled(number, 128, "backward_2cta").model.cycles["mma_warp_issue"] for number in (8, 7)
+    ]
+    text = " ".join(page.split())
+    assert "the MMA warp takes {:.0f} slots a tile instead of {:.0f}:".format(*mma) in text
+    loops = [facts(number, 128)["slots"] for number in (7, 8)]
+    assert "28 emulated | {:.2f} (D) | {:.2f} (D) |".format(*loops) in page
+
+
 def _slots(loop, elements: int) -> dict[str, float]:
     """Issue slots for an element, before and after the wait for dP: the first behind all exp2."""
     codes = [instruction.opcode for instruction in loop.instructions]

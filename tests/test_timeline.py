@@ -198,12 +198,24 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_phases_add_up_to_the_cycles_of_the_cta():
-    found = timeline.phases(_run())
-    assert found == timeline.Phases(10, 50, 10, 2)
-    one = timeline.phases(_run(SPANS[:1], 12.0))
-    assert one == timeline.Phases(0, 10, 2, 1)
+    assert timeline.phases(_run(), 40) == timeline.Phases(30, 40, 10, 2)
+    assert timeline.phases(_run(SPANS[:1], 12.0), 20) == timeline.Phases(0, 10, 2, 1)  # 10 at most
     with pytest.raises(ValueError, match="no span of the run names a key tile"):
-        timeline.phases(_run(SPANS[-1:]))
+        timeline.phases(_run(SPANS[-1:]), 40)
+
+
+def test_the_steady_state_does_not_know_the_last_tile():
+    """A last tile that takes 20 cycles less, as one does that no other follows."""
+
+    def run(tiles: int) -> Run:
+        edges = [(tile, 50 * tile, 50 * tile + 50) for tile in range(tiles - 1)]
+        edges.append((tiles - 1, 50 * tiles - 50, 50 * tiles - 20))
+        return _run([Span("MMA", "smem", "product", *edge) for edge in edges], edges[-1][2] + 7.0)
+
+    assert timeline.steady(run(4), run(8)) == 50
+    assert timeline.phases(run(4), 45) == timeline.Phases(0, 45, 7, 4)
+    with pytest.raises(ValueError, match="needs a second run with more tiles"):
+        timeline.steady(run(4), run(4))
 
 
 def test_phases_of_stage_01_foretell_a_longer_run(stage, report):

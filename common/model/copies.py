@@ -49,8 +49,17 @@ class CopyEngine:
         self.sm.engines.record(agent, "tma", op, tile, start, end)
         yield self.env.timeout(end - self.env.now)
 
-    def _move(self, agent: str, op: str, tile: int, size: int, path: str, sms: tuple[Sm, ...]):
-        """Chunks along `path` of this SM and through the shared-memory ports of `sms`."""
+    def _move(
+        self,
+        agent: str,
+        op: str,
+        tile: int,
+        size: int,
+        path: str,
+        sms: tuple[Sm, ...],
+        passes: float = 1,
+    ):
+        """Chunks along `path` of this SM and, in `passes`, through the ports of `sms`."""
         engines, last = self.sm.engines, self.env.now
         for offset in range(0, size, CHUNK):
             chunk = min(CHUNK, size - offset)
@@ -58,7 +67,7 @@ class CopyEngine:
             engines.record(agent, path, op, tile, start, end, join=True)
             yield self.env.timeout(end - self.env.now)
             for sm in sms:
-                start, end = sm.engines.take("smem", chunk)
+                start, end = sm.engines.take("smem", chunk * passes)
                 sm.engines.record(agent, "smem", op, tile, start, end, join=True)
                 last = max(last, end)
         yield self.env.timeout(max(0.0, last - self.env.now))
@@ -70,7 +79,8 @@ class CopyEngine:
         size = min(target.bytes, self._room.capacity)
         yield self._room.get(size)
         yield self.env.timeout(self.sm.machine["tma_latency"])
-        yield from self._move(agent, op, tile, target.bytes, "gmem", (self.sm,))
+        passes = self.sm.machine["smem_fill_passes"]
+        yield from self._move(agent, op, tile, target.bytes, "gmem", (self.sm,), passes)
         self._room.put(size)
         target.put(source.values)
         arrive()

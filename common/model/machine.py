@@ -30,9 +30,9 @@ class Machine:
 
     Keys: clock (Hz), sms; per SM and clock: tensor (floating-point operations), fma, alu, mufu,
     cvt (lane results), issue (warp instructions), smem, gmem, tmem, dsmem, reduce (bytes);
-    smem_broadcast_passes; tma_in_flight (bytes); hbm (bytes a second, whole chip); the rest, named
-    *_latency and tma_issue, are cycles. A fourth of fma ... issue and tmem belongs to each
-    sub-partition.
+    smem_broadcast_passes, smem_fill_passes; tma_in_flight (bytes); hbm (bytes a second, whole
+    chip); the rest, named *_latency and tma_issue, are cycles. A fourth of fma ... issue and tmem
+    belongs to each sub-partition.
     """
 
     name: str
@@ -78,6 +78,9 @@ _SHARED = {
         "passes of the port for a warp's 16-byte load of one address",
         "measured on an H200, 2026-11-29: ncu, 276.9e6 load wavefronts / 136.3e6 loads of stage 01",
         "medium",
+    ),
+    "smem_fill_passes": Figure(
+        1, "passes of the port for what a TMA load writes", "assumed; the paper counts none", "low"
     ),
     "smem": Figure(128, "B/clk/SM", f"{_PAPER}; agrees with SS rates of the tensor core", "high"),
     "gmem_latency": Figure(

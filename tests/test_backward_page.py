@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page 07: its numbers of the model, the roofline, config and evidence. All derived, no GPU."""
+
+import functools
+import json
+import math
+import re
+
+import pytest
+from flash_ladder import load
+from flash_ladder.common import derived, gradients, inputs, reference, roofline, timeline
+from flash_ladder.common.model import B200, Role
+
+PAGE = (load(7).folder / "README.md").read_text(encoding="utf-8")
+TEXT = " ".join(PAGE.split())
+ONE, PAIR = "backward_1cta", "backward_2cta"
+KERNELS = ((PAIR, 128), (ONE, 128), (ONE, 64))  # columns of its tables
+PUBLISHED = {"non-causal": (1247.5, 1359.8), "causal": (1117.9, 1208.6)}  # TFLOP/s: Q, #2280
+BEST = (1247, 1457)  # TFLOP/s: Q, the paper's
+
+
+@functools.cache
+def _backward(name: str, head_dim: int, tiles: int, settings: tuple[str, ...] = ()):
+    """One CTA, or pair, of a backward part against `tiles` query tiles: (problem, run)."""
+    part = load(7).part(name)
+    keys = 128 * (2 if name == PAIR else part.config.KEY_TILES[head_dim])
+    sizes = {"batch": 1, "seqlen_q": 128 * tiles, "seqlen_k": keys, "heads": 1}
+    problem = inputs.make("gaussian", **sizes, head_dim=head_dim)
+    forward = reference.attention(problem.q, problem.k, problem.v)
+    out, lse = forward.out.to(problem.q.dtype), forward.lse.float()
+    stats = gradients.statistics(out, lse, problem.dout)
+    tensors = problem.q, problem.k, problem.v, problem.dout
+    machine = derived.machine("B200", settings)
+    return problem, part.model.run(*tensors, stats, head_dim**-0.5, machine)
+
+
+def _step(name: str, head_dim: int, *settings: str) -> float:
+    """Cycles of a CTA for a query tile and a key tile in the steady state."""
+    return timeline.steady(*(_backward(name, head_dim, tiles, settings)[1] for tiles in (8, 16)))
+
+
+def _port(name: str, head_dim: int, *settings: str) -> dict[str, float]:
+    """Cycles of its port of shared memory for the same, by purpose."""
+    run = _backward(name, head_dim, 16, settings)[1]
+    return {purpose: each for purpose, (each, _) in timeline.port(run).items()}
+
+
+def _row(name: str) -> list[str]:
+    """Cells of a row."""
+    (cells,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", PAGE, re.M)
+    return [cell.strip() for cell in cells.split("|")]
+
+
+def _numbers(name: str) -> list[float]:
+    """The numbers that a row begins its cells with; cells without one are left out."""
+    found = (re.match(r"[\d.]+", cell) for cell in _row(name) if not cell.endswith("(Q)"))
+    return [float(number[0]) for number in found if number]
+
+
+# ---- the steady state ----------------------------------------------------------------------
+
+
+def test_two_key_tiles_in_one_cta_beat_a_pair_at_head_dim_64():
+    """The pair at 64 exists as a model alone: its gradients are right, and it is slower."""
+    problem, run = _backward(PAIR, 64, 8)
+    truth = reference.attention_backward(problem.q, problem.k, problem.v, problem.dout)
+    for name in ("dq", "dk", "dv"):
+        error = getattr(run, name).double() - getattr(truth, name)
+        assert error.abs().max() < 0.01 * getattr(truth, name).abs().max()
+    one, pair = _step(ONE, 64), _step(PAIR, 64)
+    assert one < 0.95 * pair
+    assert f"{one:.0f} against {pair:.0f} cycles" in TEXT
+
+
+@pytest.mark.parametrize("column", range(3))
+def test_the_page_and_the_command_show_the_same_cycles(ladder, column):
+    name, head_dim = KERNELS[column]
+    options = ("--part", name, "--head-dim", str(head_dim), "--heads", "1")
+    code, out, _ = ladder("model", "7", *options, "--seqlen", "1024", "--json")
+    found = json.loads(out)["derived"]["cycles_per_tile"]
+    assert code == 0 and found == pytest.approx(_step(name, head_dim))
+    assert _numbers("cycles")[column] == round(found)
+    short = ladder("model", "7", *options, "--seqlen", "512", "--json")[1]
+    assert json.loads(short)["derived"]["cycles_per_tile"] == pytest.approx(found)
+
+
+@pytest.mark.parametrize("column", range(3))
+def test_the_page_shows_who_uses_the_port(column):
+    """COMPUTE reads LSE for P, and D for dS, which it writes, in a pair in a step of its own."""
+    each = _port(*KERNELS[column])
+    shown = lambda name: _numbers(name)[column]
+    used = lambda *names: sum(each.pop(name, 0.0) for name in names)
+    assert used("MMA operands") == pytest.approx(shown("MMA operands"))
+    assert used("TMA loads") == pytest.approx(shown("TMA fills of Q, dO, LSE, D"))
+    assert used("RELAY copy sdX") == pytest.approx(shown("dS to the peer"))
+    dq = used("REDUCE stage dQ", "REDUCE reduce sdQ")
+    assert dq == pytest.approx(shown("dQ written and read"))
+    compute = used("COMPUTE P", "COMPUTE dS", "COMPUTE stage dS")
+    by_threads = shown("dS written") + shown("LSE and D read by every warp")
+    assert compute == pytest.approx(by_threads) and not any(each.values())
+    parts = ("MMA operands", "dS written", "dS to the peer", "dQ written and read")
+    assert shown("sum of these") == sum(map(shown, parts))
+
+
+def test_the_page_shows_the_papers_counts():
+    """Q columns of the table of the port, and what `flash-ladder roofline` prints."""
+    one, pair = roofline.backward(), roofline.backward(pair=True)
+    papers = lambda name: [int(c.split()[0]) for c in _row(name) if c.endswith("(Q)")]
+    for name in ("MMA operands", "dS written", "dS to the peer", "dQ written and read"):
+        assert papers(name) == [pair.smem_parts[name], one.smem_parts.get(name, 0)]
+    assert papers("sum of these") == [pair.smem, one.smem]
+    assert papers("tensor core") == [pair.mma, one.mma]
+
+
+# ---- at a glance, the problem, the idea -----------------------------------------------------
+
+
+def test_at_a_glance():
+    one, pair, forward = roofline.backward(), roofline.backward(pair=True), roofline.forward()
+    config, ports = load(7).part(ONE).config, _numbers("sum of these")
+    rate = lambda kernel: kernel.flop / (2 * 128**3)
+    assert _numbers("products") == [rate(forward), rate(one), rate(pair)] == [2, 5, 5]
+    assert _numbers("tensor core, cycles") == [forward.mma, one.mma, pair.mma]
+    assert _numbers("exponentials, cycles of the MUFU")[1:] == [one.exp, pair.exp]
+    assert _numbers("cycles of the port of shared memory") == [forward.smem, one.smem, ports[0]]
+    assert ports[1] == one.smem
+    keys = config.TILE * config.KEY_TILES[128]
+    assert _numbers("keys of a CTA") == [keys, load(7).part(PAIR).config.TILE]
+    both = load(7).part(PAIR).config.CTAS * config.TILE
+    assert _numbers("keys that one addition of dQ covers") == [keys, both]
+
+
+def test_the_page_reconciles_the_roofline(ladder):
+    one, pair = ("roofline", "--backward"), ("roofline", "--backward", "--pair", "--tile-n", "256")
+    for command, cycles in ((one, 3328), (pair, 2688)):
+        assert f"`flash-ladder {' '.join(command)}`" in TEXT
+        assert f" {cycles:,} " in ladder(*command)[1].replace("│", " ")
+    assert "print 3328 and 2688 cycles for the port" in TEXT
+    ours = _numbers("sum of these")[0]
+    passes = roofline.backward(pair=True).smem_parts["dS to the peer"]
+    peer = _port(PAIR, 128)["RELAY copy sdX"]
+    assert 2688 - ours == passes - peer
+    assert f"The pair's 2688 and {ours:.0f} differ" in TEXT
+    assert f"three passes of it, {passes:.0f} cycles" in TEXT
+    assert f"it passes the port twice, {peer:.0f} (D)" in TEXT
+    less = [f"{1 - cycles / 3328:.0%}".replace("%", " %") for cycles in (ours, 2688)]
+    assert f"A pair needs {less[0]} less of the port, {less[1]} by the paper's count" in TEXT
+    assert f"{ours:.0f} and 2688 of 3328" in TEXT
+
+
+def test_the_arithmetic_of_the_problem():
+    one = roofline.backward()
+    assert f"{32768**2 * 2 / 2**30:.0f} GiB a head at 32 768 tokens" in TEXT
+    assert f"tensor core needs {one.mma:.0f} cycles" in TEXT and f"needs {one.exp:.0f} (D)" in TEXT
+    operands = 2 * 128 * 16 * 2  # bytes: A and B of one MMA
+    cycles = 2 * 128**2 * 16 / B200["tensor"]
+    assert operands / cycles == B200["smem"]
+    assert f"reads {operands / 1024:.0f} KiB for {cycles:.0f} cycles of work" in TEXT
+    assert (
+        f"at most {one.tensor_ceiling * 100:.0f} % of peak (D: {one.mma:.0f} / {one.smem:.0f})"
+        in TEXT
+    )
+    assert f"{4 * 32768 * 16 * 128 / 1e6:.0f} MB for 32 768 tokens, 16 heads" in TEXT
+    assert f"{64 * 4 // load(7).part(ONE).config.COPY_BYTES} loads of 16 bytes bring 64" in TEXT
+
+
+def test_head_dim_64():
+    """Two key tiles of a CTA reduce dQ once; a pair with and without what goes to the peer."""
+    two, one = roofline.backward(tile_n=256, head_dim=64), roofline.backward(head_dim=64)
+    pair = roofline.backward(pair=True, head_dim=64)
+    peer = pair.smem_parts["dS to the peer"]
+    ours = two.smem / 2
+    assert _numbers("sum of these")[2] == ours
+    assert f"needs {ours:.0f} cycles of the port a tile pair instead of {one.smem:.0f}" in TEXT
+    bare = pair.smem - peer
+    assert f"need {ours:.0f} cycles of the port; a pair needs {bare:.0f}" in TEXT
+    assert f"{bare:.0f}, and {bare + peer * 2 / 3:.0f} with what is copied" in TEXT
+    dq = [kernel.smem_parts["dQ written and read"] for kernel in (one, two)]
+    assert f"{dq[0]:.0f} for it instead of {dq[1] / 2:.0f} (D). The sum is {one.smem:.0f}" in TEXT
+
+
+def test_who_has_what():
+    """Sentences that restate config, the plan of tensor memory, and what one MMA does."""
+    one, pair = load(7).part(ONE).config, load(7).part(PAIR).config
+    keys = {head_dim: one.TILE * tiles for head_dim, tiles in one.KEY_TILES.items()}
+    assert f"A CTA keeps {keys[128]} keys ({keys[64]} at head dim 64)" in TEXT
+    assert f"{one.HALF} each: a thread has one key and {one.HALF} queries" in TEXT
+    assert f"So it is one MMA of {pair.TILE} queries and {pair.CTAS * pair.TILE} keys" in TEXT
+    assert f"where each CTA has {pair.HALF} queries" in TEXT
+    last = next(region for region in one.plan(128).tmem if region.name == "P1")
+    columns = f"{last.column} to {last.column + last.columns - 1}"
+    assert f"P of queries {one.HALF} to {one.TILE - 1} lies in columns {columns}" in TEXT
+    assert one.Q_STAGES == {64: 2, 128: 2} and "as Q has two slots" in TEXT
+    assert one.DO_STAGES == {64: 2, 128: 1}
+    limit = max(part.DECLARED[128]["slots_per_element"][1] for part in (one, pair))
+    assert "needs fewer than 5.5 issue slots" in TEXT and limit <= 5.5
+
+
+@pytest.mark.parametrize("column", range(3))
+def test_the_tensor_core_of_a_tile(monkeypatch, column):
+    """FLOP of the MMAs that the model issues, at full rate; a pair's are of two CTAs."""
+    (name, head_dim), flop, mma = KERNELS[column], [], Role.mma
+
+    def counted(role, *arguments, **options):
+        flop.append(2 * math.prod(arguments[4]) / (2 if options.get("pair") else 1))
+        return mma(role, *arguments, **options)
+
+    monkeypatch.setattr(Role, "mma", counted)
+    _backward.__wrapped__(name, head_dim, 2)
+    steps = 2 * load(7).part(ONE).config.KEY_TILES[head_dim]
+    cycles = sum(flop) / B200["tensor"] / steps
+    assert _numbers("tensor core")[column] == cycles == roofline.backward(head_dim=head_dim).mma
+
+
+# ---- one CTA against a pair -----------------------------------------------------------------
+
+WITHOUT_READS, WITHOUT_FILLS = "smem_broadcast_passes=1e-6", "smem_fill_passes=1e-6"
+
+
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [
+        ("as it is", ()),
+        ("without reads of LSE and D", (WITHOUT_READS,)),
+        ("without fills by TMA", (WITHOUT_FILLS,)),
+        ("without both, as the paper counts", (WITHOUT_READS, WITHOUT_FILLS)),
+    ],
+)
+def test_the_factor_with_and_without_what_the_paper_does_not_count(row, settings):
+    cycles = [_step(name, 128, *settings) for name in (ONE, PAIR)]
+    ports = [sum(_port(name, 128, *settings).values()) for name in (ONE, PAIR)]
+    cells = lambda one, pair: [f"{one:.0f}", f"{pair:.0f}", f"{one / pair:.2f}"]
+    assert _row(row) == cells(*cycles) + cells(*ports)
+    assert all(f"`--set {setting}`" in TEXT for setting in settings)
+
+
+def test_what_the_page_says_of_one_cta():
+    one, port = _step(ONE, 128), sum(_port(ONE, 128).values())
+    assert f"busy for {port:.0f} of {one:.0f} cycles in one CTA" in TEXT
+    assert f"The tensor core's work is {roofline.backward().mma / one * 100:.0f} % of them" in TEXT
+    assert f"{B200['sms']:.0f} SMs, {B200['clock'] / 1e9:.2f} GHz)" in TEXT
+    rate = lambda cycles: 10 * 128**3 / cycles * B200["sms"] * B200["clock"] / 1e12
+    assert f"{one:.0f} cycles alone, without start and end, are {rate(one):.0f} TFLOP/s" in TEXT
+
+
+def _tflops(name: str, *settings: str) -> float:
+    """Of 8192 tokens and 64 heads in all, as published."""
+    sizes, machine = derived.Sizes(8192, 64, 128), derived.machine("B200", settings)
+    return derived.simulate(load(7).part(name), machine, sizes, settings).time.tflops
+
+
+def test_the_page_compares_the_model_with_what_was_published():
+    one, pair = (_tflops(name) for name in (ONE, PAIR))
+    assert f"gives them {one:.0f} and {pair:.0f} TFLOP/s" in TEXT
+    slow, fast = PUBLISHED["non-causal"]
+    assert f"have {slow} and {fast} (Q: the same)" in TEXT
+    off = f"That is {100 - 100 * one / slow:.0f} % too little and {100 * pair / fast - 100:.0f} %"
+    assert f"{off} too much, {pair / one:.2f} in all" in TEXT
+    least, most = sorted(f"{b / a:.2f}" for a, b in PUBLISHED.values())
+    assert f"published are {least[-1]} to {most[-1]} % (Q: pull request 2280" in TEXT
+    steady = _step(ONE, 128) / _step(PAIR, 128)
+    assert f"{steady:.2f} times in the model; {least} to {most} times as published" in TEXT
+    assert f"{BEST[1] / BEST[0]:.2f} between the paper's best" in TEXT
+    bare = [_tflops(name, WITHOUT_READS, WITHOUT_FILLS) for name in (ONE, PAIR)]
+    assert "the two would have {:.0f} and {:.0f} TFLOP/s".format(*bare) in TEXT
+    assert bare[0] > slow and bare[1] > fast
+
+
+def test_what_the_page_says_of_other_figures():
+    """Of the copy to the peer and of the additions to dQ."""
+    slow = _step(PAIR, 128, "dsmem=128")
+    factors = [
+        _step(ONE, 128, setting) / _step(PAIR, 128, setting)
+        for setting in ("dsmem=128", f"reduce={2 * B200['reduce']:g}")
+    ]
+    assert slow > _step(PAIR, 128)
+    assert f"128 bytes a cycle instead of {B200['dsmem']:.0f} the pair takes {slow:.0f}" in TEXT
+    assert (
+        "the factor is {:.2f}; with dQ added twice as fast it is {:.2f} (D)".format(*factors)
+        in TEXT
+    )
+
+
+def test_the_tensor_core_of_one_cta_idles_between_dq_and_dp():
+    """In the steady state, at tile 5: from the end of dQ to the dP of the next step."""
+    spans = _backward(ONE, 128, 16)[1].trace
+    at = lambda op, tile, engine: [
+        s for s in spans if (s.op, s.tile, s.engine) == (op, tile, engine)
+    ]
+    done = max(span.end for span in at("dQ", 5, "tensor"))
+    begun = min(span.start for span in at("dP", 6, "tensor"))
+    (there,) = {span.end for span in at("do_full[0]", 6, "barrier") if span.role == "MMA"}
+    text = (
+        f"{begun - done:.0f} cycles a step between dQ and the next dP, {there - done:.0f} until dO"
+    )
+    assert f"idles {text} is there and {begun - there:.0f} more" in TEXT
+
+
+# ---- evidence -------------------------------------------------------------------------------
+
+
+def test_the_page_shows_the_counts_of_the_evidence():
+    (run,) = load(7).evidence["runs"]
+    assert f"{run['gpu']}, driver {run['driver']}, {run['date']}, rewritten" in TEXT
+    assert run["tests"]["failed"] == 0
+    assert f"{run['tests']['passed']} checks passed (M: `{run['command']}`)" in TEXT
+    order = ["07-sm", f"07-{ONE}", f"07-{PAIR}"]
+    rows = [next(r for r in run["mutation"] if r["kernel"].startswith(tag)) for tag in order]
+    counts = [row["counts"] for row in rows]
+    assert len(rows) == len(run["mutation"]) and not any(row["unexplained"] for row in counts)
+    sites = "Of {}, {} and {} waits, arrivals and fences".format(*(row["sites"] for row in counts))
+    assert f"{sites} that were left out at head dim 128, none is unexplained" in TEXT
+    assert all(row["kernel"].endswith("-d128") for row in rows)
+    assert all(
+        row["log"]["clean"] and row["log"]["conforms"] for row in run["kernels"] if "log" in row
+    )
