@@ -294,6 +294,35 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+@clear_errors
+def sanitize(
+    stage: StageArgument,
+    out: Annotated[
+        Optional[pathlib.Path],  # noqa: UP045
+        typer.Option(help="Evidence file; the stage's own when not given."),
+    ] = None,
+) -> None:
+    """Execute the stage's kernels on a Hopper GPU under compute-sanitizer's memcheck.
+
+    The record goes to the rewritten run of `verify` in the evidence. Errors make the exit code 1.
+    """
+    from . import evidence
+    from . import sanitize as sanitizer
+
+    path = out or stage.folder / "evidence.json"
+    sanitizer.require(stage)
+    hashes = sanitizer.hashes(stage)
+    evidence.sanitized_run(evidence.read(path, stage), hashes, path)  # before minutes are spent
+    with console.status(f"executing the kernels of stage {stage.tag} under memcheck ..."):
+        row = sanitizer.sanitize(stage, hashes)
+    evidence.add_sanitizer(path, stage, row, hashes)
+    console.print(f"{len(row['kernels'])} kernels: {row['summary']}", highlight=False)
+    console.print(f"evidence written to {path}", soft_wrap=True)
+    if row["errors"]:
+        raise typer.Exit(1)
+
+
 MachineOption = Annotated[str, typer.Option(help="Whose figures: B200, H200 ...")]
 OutFile = Optional[pathlib.Path]  # noqa: UP045
 

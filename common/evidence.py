@@ -45,6 +45,9 @@ def stale(stage: Stage, evidence: dict[str, Any] | None = None) -> list[str]:
         ran = {kernel.get("part", "") for kernel in run["kernels"]}
         missing = [f"no kernel of {part} ran" for part in stage.parts if part not in ran]
         reasons += [f"{run['date']}: {text}" for text in missing + unlogged(stage, run)]
+        found = run.get("sanitizer", {"errors": 0})
+        if found["errors"]:
+            reasons.append(f"{found['date']}: {found['tool']} found {found['errors']} errors")
         failed = run["tests"]["failed"] - sum(kernel["failed"] for kernel in run["kernels"])
         if failed > 0:
             reasons.append(f"{run['date']}: {failed} checks failed on {run['gpu']}")
@@ -108,6 +111,36 @@ def add_mutation(path: pathlib.Path, stage: Stage, row: dict[str, Any]) -> None:
     run = rewritten_run(runs, row["ptx_sha256"], path)
     kept = [old for old in run.get("mutation", []) if old["kernel"] != row["kernel"]]
     run["mutation"] = [*kept, row]
+    evidence = {"schema": SCHEMA, "stage": stage.number, "runs": runs}
+    validate(evidence, stage)
+    path.write_text(json.dumps(evidence, indent=1) + "\n")
+
+
+def sanitized_run(
+    runs: list[dict[str, Any]], hashes: dict[str, str], path: pathlib.Path
+) -> dict[str, Any]:
+    """The newest rewritten run of kernels with these PTX hashes, by key, among those of `path`.
+
+    Raises EvidenceError when there is none, or when one of its kernels was other code.
+    """
+    run = rewritten_run(runs, next(iter(hashes.values())), path)
+    ran = {kernel["key"]: kernel["ptx_sha256"] for kernel in run["kernels"]}
+    other = [key for key, digest in hashes.items() if ran.get(key) != digest]
+    if other:
+        raise EvidenceError(f"{path}: {', '.join(other)} did not run so; run `verify` first")
+    return run
+
+
+def add_sanitizer(
+    path: pathlib.Path, stage: Stage, row: dict[str, Any], hashes: dict[str, str]
+) -> None:
+    """Add what the sanitizer said of kernels to the rewritten run of them in an evidence file.
+
+    row: `schema.SANITIZER_FIELDS`; it replaces an earlier one. hashes: see `sanitized_run`. Raises
+    EvidenceError.
+    """
+    runs = read(path, stage)
+    sanitized_run(runs, hashes, path)["sanitizer"] = row
     evidence = {"schema": SCHEMA, "stage": stage.number, "runs": runs}
     validate(evidence, stage)
     path.write_text(json.dumps(evidence, indent=1) + "\n")
