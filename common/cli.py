@@ -56,6 +56,12 @@ StageArgument = Annotated[
 PartOption = Annotated[str, typer.Option("--part", help="A kernel of its backward, such as 7 has.")]
 
 
+EvidenceOption = Annotated[
+    Optional[pathlib.Path],  # noqa: UP045
+    typer.Option(help="Evidence file; the stage's own when not given."),
+]
+
+
 def _complain(error: Exception) -> None:
     errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
 
@@ -273,10 +279,7 @@ def pack(
 @clear_errors
 def verify(
     stage: StageArgument,
-    out: Annotated[
-        Optional[pathlib.Path],  # noqa: UP045
-        typer.Option(help="Evidence file; the stage's own when not given."),
-    ] = None,
+    out: EvidenceOption = None,
     rewritten: Annotated[
         bool, typer.Option("--rewritten", help="On Hopper: execute the sm_100a code, rewritten.")
     ] = False,
@@ -298,10 +301,7 @@ def verify(
 @clear_errors
 def sanitize(
     stage: StageArgument,
-    out: Annotated[
-        Optional[pathlib.Path],  # noqa: UP045
-        typer.Option(help="Evidence file; the stage's own when not given."),
-    ] = None,
+    out: EvidenceOption = None,
 ) -> None:
     """Execute the stage's kernels on a Hopper GPU under compute-sanitizer's memcheck.
 
