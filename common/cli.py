@@ -55,7 +55,6 @@ StageArgument = Annotated[
 
 PartOption = Annotated[str, typer.Option("--part", help="A kernel of its backward, such as 7 has.")]
 
-
 EvidenceOption = Annotated[
     Optional[pathlib.Path],  # noqa: UP045
     typer.Option(help="Evidence file; the stage's own when not given."),
