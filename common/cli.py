@@ -55,6 +55,11 @@ StageArgument = Annotated[
 
 PartOption = Annotated[str, typer.Option("--part", help="A kernel of its backward, such as 7 has.")]
 
+EvidenceOption = Annotated[
+    Optional[pathlib.Path],  # noqa: UP045
+    typer.Option(help="Evidence file; the stage's own when not given."),
+]
+
 
 def _complain(error: Exception) -> None:
     errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -273,10 +278,7 @@ def pack(
 @clear_errors
 def verify(
     stage: StageArgument,
-    out: Annotated[
-        Optional[pathlib.Path],  # noqa: UP045
-        typer.Option(help="Evidence file; the stage's own when not given."),
-    ] = None,
+    out: EvidenceOption = None,
     rewritten: Annotated[
         bool, typer.Option("--rewritten", help="On Hopper: execute the sm_100a code, rewritten.")
     ] = False,
@@ -291,6 +293,32 @@ def verify(
     evidence.add(path, stage, run)
     console.print(f"evidence written to {path}", soft_wrap=True)
     if run["tests"]["failed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@clear_errors
+def sanitize(
+    stage: StageArgument,
+    out: EvidenceOption = None,
+) -> None:
+    """Execute the stage's kernels on a Hopper GPU under compute-sanitizer's memcheck.
+
+    The record goes to the rewritten run of `verify` in the evidence. Errors make the exit code 1.
+    """
+    from . import evidence
+    from . import sanitize as sanitizer
+
+    path = out or stage.folder / "evidence.json"
+    sanitizer.require(stage)
+    hashes = sanitizer.hashes(stage)
+    evidence.sanitized_run(evidence.read(path, stage), hashes, path)  # before minutes are spent
+    with console.status(f"executing the kernels of stage {stage.tag} under memcheck ..."):
+        row = sanitizer.sanitize(stage, hashes)
+    evidence.add_sanitizer(path, stage, row, hashes)
+    console.print(f"{len(row['kernels'])} kernels: {row['summary']}", highlight=False)
+    console.print(f"evidence written to {path}", soft_wrap=True)
+    if row["errors"]:
         raise typer.Exit(1)
 
 

@@ -491,6 +491,20 @@ def _mutation_lines(run: dict) -> list[str]:
     ]
 
 
+def _sanitizer_lines(run: dict) -> list[str]:
+    """A line on what compute-sanitizer said, none where it was not asked."""
+    if "sanitizer" not in run:
+        return []
+    row = run["sanitizer"]
+    source = ", ".join(row[name] for name in ("command", "date", "gpu"))
+    source += f", driver {row['driver']}"
+    kernels = ", ".join(map(html.escape, row["kernels"]))
+    return [
+        f"<p>compute-sanitizer, {html.escape(row['tool'])}, of {kernels}: {row['errors']} errors "
+        f"{mark('M', source)}.</p>"
+    ]
+
+
 def results(source, language, css_class, options, md, **kwargs) -> str:
     """Fence `results stage=`: what ran where, every number with its mark."""
     number = _number(options["stage"])
@@ -500,11 +514,10 @@ def results(source, language, css_class, options, md, **kwargs) -> str:
     rows = [_kernel_row(run, kernel) for run in runs for kernel in run.get("kernels", [])]
     caption = f"stage {number:02d} · stages/{number:02d}/evidence.json"
     table = _table(RESULT_HEADINGS, rows, caption) if rows else ""
-    lines = [
-        line
-        for run in runs
-        for line in (_tests_line(run), *_log_lines(run), *_mutation_lines(run), *_timing_lines(run))
-    ]
+    kinds = (_log_lines, _mutation_lines, _sanitizer_lines, _timing_lines)
+    lines = []
+    for run in runs:
+        lines += [_tests_line(run), *(line for kind in kinds for line in kind(run))]
     return "\n".join([table, *lines])
 
 

@@ -31,7 +31,7 @@ AROUND = ("preprocess", "postprocess")  # kernels that every backward part needs
 def verify(
     stage: Stage, console: Console, notes: str = "", mode: str | None = None
 ) -> dict[str, Any]:
-    """Run all cases and checks of the gpu tier; returns the run as `evidence.RUN_FIELDS`.
+    """Run all cases and checks of the gpu tier; returns the run as `schema.RUN_FIELDS`.
 
     mode: "native" or "rewritten" (`launch.modes`); None for the usual one of this GPU. Raises
     RuntimeError, with the reason, on a machine that cannot run the stage so.
@@ -104,7 +104,7 @@ def _run_adversaries(stage: Stage, failures: list[str], console: Console) -> lis
 
 
 def _check_logs(stage: Stage, failures: list[str], console: Console) -> dict[str, dict]:
-    """By kernel, what its executed logs showed; see `evidence.LOG_FIELDS`."""
+    """By kernel, what its executed logs showed; see `schema.LOG_FIELDS`."""
     logged = [row for row in stage.kernels if not contract_gpu.adversary_skip_reason(row)]
     triples = [
         (source, dtype, head_dim)

@@ -20,6 +20,7 @@ COMMANDS = (
     "diff",
     "pack",
     "verify",
+    "sanitize",
     "model",
     "roofline",
     "mutate",

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flash_ladder import load
-from flash_ladder.common import cli, contract_gpu, device_mutation, evidence, mutation
+from flash_ladder.common import cli, contract_gpu, device_mutation, mutation, schema
 from flash_ladder.common.device_mutation import (
     KINDS,
     Report,
@@ -41,6 +41,7 @@ from tests.recorded_logs import (
     without_line,
 )
 from tests.recorded_logs import named_sites as recorded_sites
+from tests.test_evidence import RUN
 
 WAIT = "mbarrier.try_wait.parity.shared.b64"
 ARRIVE = "mbarrier.arrive.shared.b64"
@@ -114,9 +115,7 @@ def test_a_report_counts_what_noticed():
         "waits_timing": 1,
         "waits_log": 2,
     }
-    assert set(evidence.MUTATION_FIELDS) < set(REPORT.counts()) and set(KINDS) < set(
-        REPORT.counts()
-    )
+    assert set(schema.MUTATION_FIELDS) < set(REPORT.counts()) and set(KINDS) < set(REPORT.counts())
 
 
 def test_a_report_complains_of_survivors_and_wrong_reasons():
@@ -454,11 +453,9 @@ def test_counts_go_to_the_evidence_of_the_kernel(monkeypatch, tmp_path):
     path = tmp_path / "evidence.json"
     code, _, complaint = _ladder("4", "--device", "--out", str(path))
     assert code != 0 and "no rewritten run of this kernel" in complaint and not path.exists()
-    run = {name: kind() for name, kind in evidence.RUN_FIELDS.items()}
-    kernel = {name: kind() for name, kind in evidence.KERNEL_FIELDS.items()}
-    kernel |= {"key": "04-sm_100a-bfloat16-d128", "ptx_sha256": digest, "registers": -1}
-    run |= {"mode": "rewritten", "gpu": "Some H200", "kernels": [kernel]}
-    run["tests"] = dict.fromkeys(evidence.TEST_FIELDS, 0)
+    kernel = RUN["kernels"][0] | {"key": "04-sm_100a-bfloat16-d128", "ptx_sha256": digest}
+    run = RUN | {"mode": "rewritten", "kernels": [kernel], "adversaries": [1, 2, 3, 4, 5]}
+    run["rewriter_sha256"] = "0" * 64
     path.write_text(json.dumps({"schema": 1, "stage": 4, "runs": [run]}))
     code, *_ = _ladder("4", "--device", "--out", str(path))
     ((row,),) = [run["mutation"] for run in json.loads(path.read_text())["runs"]]

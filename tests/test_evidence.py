@@ -9,18 +9,12 @@ import re
 
 import pytest
 from flash_ladder import load
-from flash_ladder.common import contract, contract_gpu, evidence
+from flash_ladder.common import contract, contract_gpu, schema
 from flash_ladder.common.compile import compile_stage, versions
-from flash_ladder.common.evidence import (
-    EvidenceError,
-    add,
-    add_mutation,
-    stale,
-    unlogged,
-    validate,
-)
+from flash_ladder.common.evidence import add, add_mutation, stale, unlogged
 from flash_ladder.common.grid import cluster_size
 from flash_ladder.common.ptx import ptx_hash
+from flash_ladder.common.schema import EvidenceError, validate
 
 ROOT = pathlib.Path(__file__).parent.parent
 RUN = {
@@ -41,7 +35,7 @@ RUN = {
             "registers": -1,
             "cases": 20,
             "failed": 0,
-            "worst": {},
+            "worst": {"used": 0.5},
         }
     ],
     "tests": {"passed": 20, "failed": 0, "skipped": 0},
@@ -61,7 +55,7 @@ MUTATION = {
     "ptx_sha256": "0" * 64,
     "date": "2026-02-01",
     "command": "flash-ladder mutate 1 --device",
-    "counts": dict.fromkeys(evidence.MUTATION_FIELDS, 0) | {"sites": 9, "log": 9},
+    "counts": dict.fromkeys(schema.MUTATION_FIELDS, 0) | {"sites": 9, "log": 9},
     "seconds": 60.5,
 }
 STALE = """
@@ -76,7 +70,8 @@ def _run(kernel=None, **changes) -> dict:
     """RUN with fields changed; `kernel` changes its only kernel."""
     run = copy.deepcopy(RUN)
     run["kernels"][0] |= kernel or {}
-    return run | changes
+    rewriter = {"rewriter_sha256": "2" * 64} if changes.get("mode") == "rewritten" else {}
+    return run | rewriter | changes
 
 
 def _evidence(*runs: dict) -> dict:
@@ -92,7 +87,7 @@ def test_evidence_that_follows_the_schema_passes(stage):
     validate(_evidence(_run(kernel={"entry": "kernel_name"}, mode="rewritten"), RUN), stage)
 
 
-@pytest.mark.parametrize("field", evidence.RUN_FIELDS)
+@pytest.mark.parametrize("field", schema.RUN_FIELDS)
 def test_every_field_of_a_run_is_needed(stage, field):
     run = _run()
     del run[field]
@@ -100,7 +95,7 @@ def test_every_field_of_a_run_is_needed(stage, field):
         validate(_evidence(RUN, run), stage)
 
 
-@pytest.mark.parametrize("field", evidence.KERNEL_FIELDS)
+@pytest.mark.parametrize("field", schema.KERNEL_FIELDS)
 def test_every_field_of_a_kernel_is_needed(stage, field):
     run = _run()
     del run["kernels"][0][field]
@@ -153,7 +148,7 @@ def test_rows_of_logs_and_mutations_follow_the_schema(stage):
     validate(_evidence(_run(mutation=[])), stage)
 
 
-@pytest.mark.parametrize("field", [f for f in evidence.LOG_FIELDS if f != "clean"])
+@pytest.mark.parametrize("field", [f for f in schema.LOG_FIELDS if f != "clean"])
 def test_every_field_of_a_clean_log_is_needed(stage, field):
     log = {name: value for name, value in LOG.items() if name != field}
     with pytest.raises(EvidenceError, match=f"run 0, log of 01-.*: {field} must be a .*; got None"):
@@ -168,7 +163,7 @@ def test_every_field_of_a_mutation_is_needed(stage, field):
         validate(_evidence(_run(mutation=[row])), stage)
 
 
-@pytest.mark.parametrize("field", evidence.MUTATION_FIELDS)
+@pytest.mark.parametrize("field", schema.MUTATION_FIELDS)
 def test_every_count_of_a_mutation_is_needed(stage, field):
     counts = {name: value for name, value in MUTATION["counts"].items() if name != field}
     with pytest.raises(EvidenceError, match=f"run 0, mutation: {field} must be a int; got None"):
@@ -525,3 +520,64 @@ def test_evidence_that_cannot_be_is_refused(change, words):
     (run if "gpu" in change else run["kernels"][0]).update(change)
     with pytest.raises(EvidenceError, match=words):
         validate(told, stage)
+
+
+def _changed(number: int, **changes) -> dict:
+    """The evidence of a stage with changes to the last run, of `worst`, `tests` in those."""
+    told = copy.deepcopy(load(number).evidence)
+    validate(told, load(number))
+    run = told["runs"][-1]
+    kernel = run["kernels"][0]
+    for name, value in changes.items():
+        if name in ("cases", "failed", "worst", "ptx_sha256"):
+            kernel[name] = value
+        else:
+            run[name] = value
+    return told
+
+
+FUTURE = (datetime.date.today() + datetime.timedelta(days=2)).isoformat()
+CANNOT_BE = {
+    "no case": ({"cases": 0}, "0 failed of 0 cases cannot be"),
+    "more failures than cases": ({"failed": 99}, "99 failed of 22 cases"),
+    "negative": ({"failed": -1}, "-1 failed of 22 cases"),
+    "failures that no test shows": ({"failed": 2}, "2 cases failed, of all tests 0"),
+    "beyond the limit": ({"worst": {"used": 1.5}}, "worst.used is 1.5 of the limit, yet no case"),
+    "no share": ({"worst": {}}, "worst.used must be a share of the limit; got None"),
+    "NaN": ({"worst": {"used": float("nan")}}, "worst.used must be a share of the limit; got nan"),
+    "bool": ({"worst": {"used": True}}, "worst.used must be a share of the limit; got True"),
+    "PTX": ({"ptx_sha256": "0" * 63}, "ptx_sha256 must be 64 hexadecimal digits; got '000"),
+    "rewriter": ({"rewriter_sha256": "Z" * 64}, "rewriter_sha256 must be 64 hexadecimal digits"),
+    "no rewriter": ({"rewriter_sha256": None}, "rewriter_sha256 must be 64 .*; got None"),
+    "future": ({"date": FUTURE}, f"date {FUTURE} has not come yet"),
+    "no date": ({"date": "30.11.2026"}, "date must be YYYY-MM-DD; got '30.11.2026'"),
+    "four seeds": ({"adversaries": [1, 2, 3, 4]}, r"must be \[1, 2, 3, 4, 5\]; got \[1, 2, 3, 4\]"),
+    "no seeds": ({"adversaries": []}, r"adversaries must be \[1, 2, 3, 4, 5\]; got \[\]"),
+    "tests": ({"tests": {"passed": -1, "failed": 0, "skipped": 0}}, "tests: passed is -1"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT_BE)
+def test_values_that_cannot_be_are_refused(name):
+    changes, words = CANNOT_BE[name]
+    with pytest.raises(EvidenceError, match=f"run 0.*{words}"):
+        validate(_changed(8, **changes), load(8))
+
+
+def test_a_run_with_failures_may_exceed_a_limit():
+    tests = {"passed": 9, "failed": 1, "skipped": 0}
+    validate(_changed(8, worst={"used": 1.5}, failed=1, tests=tests), load(8))
+
+
+def test_only_what_is_rewritten_and_has_tensor_memory_has_adversaries(stage):
+    for run in (RUN, _run(mode="rewritten")):
+        validate(_evidence({**run, "adversaries": []}), stage)
+        with pytest.raises(EvidenceError, match=r"adversaries must be \[\]; got \[1\]"):
+            validate(_evidence({**run, "adversaries": [1]}), stage)
+    with pytest.raises(EvidenceError, match="a native run has no rewriter_sha256"):
+        validate(_evidence(_run(rewriter_sha256="0" * 64)), stage)
+
+
+def test_the_date_of_a_mutation_has_come(stage):
+    with pytest.raises(EvidenceError, match=r"run 0, mutation: date .* has not come yet"):
+        validate(_evidence(_run(mutation=[{**MUTATION, "date": FUTURE}])), stage)

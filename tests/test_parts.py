@@ -23,10 +23,10 @@ from flash_ladder.common import (
 )
 from flash_ladder.common.compile import CompileKey, compile_stage, fingerprint, sources
 from flash_ladder.common.contract import Case
-from flash_ladder.common.evidence import EvidenceError
 from flash_ladder.common.grid import Place, cta_tiles, grid
 from flash_ladder.common.model import B200
 from flash_ladder.common.ptx import ptx_hash
+from flash_ladder.common.schema import EvidenceError, validate
 
 from tests.gradient_kernels import NAME, make_stage
 from tests.test_evidence import LOG, MUTATION, RUN
@@ -352,7 +352,7 @@ def _stale(stage, run) -> list[str]:
 
 
 def test_evidence_covers_every_part(seven, recorded):
-    evidence.validate({"schema": 1, "stage": 7, "runs": [recorded]}, seven)
+    validate({"schema": 1, "stage": 7, "runs": [recorded]}, seven)
     assert _stale(seven, recorded) == []
     rows = [row for row in recorded["kernels"] if row.get("part") != "preprocess"]
     assert _stale(seven, {**recorded, "kernels": rows}) == [
@@ -368,7 +368,7 @@ def test_evidence_of_an_unknown_part_is_refused(seven, recorded):
     rows = copy.deepcopy(recorded["kernels"])
     rows[1]["part"] = "other"
     with pytest.raises(EvidenceError, match=r"07-preprocess-.* is of no part of the stage"):
-        evidence.validate({"schema": 1, "stage": 7, "runs": [recorded | {"kernels": rows}]}, seven)
+        validate({"schema": 1, "stage": 7, "runs": [recorded | {"kernels": rows}]}, seven)
 
 
 def test_each_part_with_tensor_memory_needs_logs_and_mutants(monkeypatch):
