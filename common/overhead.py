@@ -24,7 +24,13 @@ import torch
 import typer
 
 CALLS, ROUNDS = 500, 9
-SHAPES = {"b2 sq2048 h16 d128": (2, 2048, 16, 128), "b1 sq128 h8 d64": (1, 128, 8, 64)}
+SHAPES = {  # q (b, sq, h, d), heads of k and v; without b: sequences of 512 rows
+    "b2 sq2048 h16 d128": ((2, 2048, 16, 128), 16),
+    "b1 sq128 h8 d64": ((1, 128, 8, 64), 8),
+    "b2 sq2048 h16/4 d128": ((2, 2048, 16, 128), 4),
+    "n8 sq4096 h16 d128": ((4096, 16, 128), 16),
+}
+PACKED_ROWS = 512
 
 
 class _Nothing:
@@ -69,15 +75,15 @@ def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]
     return {name: round(statistics.median(rows[1:]), 1) for name, rows in times.items()}
 
 
-def _calls(function: Callable, tensors, training: bool) -> Callable[[], object]:
+def _calls(function: Callable, tensors, options: dict, training: bool) -> Callable[[], object]:
     """A forward, or a forward and a backward."""
     if not training:
-        return lambda: function(*tensors, causal=True)
+        return lambda: function(*tensors, causal=True, **options)
     q, k, v = (x.detach().requires_grad_() for x in tensors)
     dout = torch.ones_like(q)
 
     def both():
-        out = function(q, k, v, causal=True)
+        out = function(q, k, v, causal=True, **options)
         out = out[0] if isinstance(out, tuple) else out
         return torch.autograd.grad(out, (q, k, v), dout)
 
@@ -86,21 +92,34 @@ def _calls(function: Callable, tensors, training: bool) -> Callable[[], object]:
 
 def measure() -> dict:
     """Microseconds a call by shape, of ours and of flash-attn-4."""
-    from .op import flash_attn_func
+    from . import op
 
     found = {}
     with without_kernels():
-        from flash_attn.cute.interface import flash_attn_func as theirs
+        from flash_attn.cute import interface as theirs
 
-        for name, (batch, seqlen, heads, head_dim) in SHAPES.items():
-            shape = (batch, seqlen, heads, head_dim)
-            tensors = [torch.randn(shape, device="cuda").bfloat16() for _ in range(3)]
+        for name, (shape, heads) in SHAPES.items():
+            of_keys = (*shape[:-2], heads, shape[-1])
+            tensors = [torch.randn(x, device="cuda").bfloat16() for x in (shape, of_keys, of_keys)]
+            packed = len(shape) == 3
+            called = "flash_attn_varlen_func" if packed else "flash_attn_func"
+            functions = {
+                "flash_ladder": getattr(op, called),
+                "flash-attn-4": getattr(theirs, called),
+            }
+            options = _lengths(shape[0]) if packed else {}
             for training in (False, True):
-                functions = {"flash_ladder": flash_attn_func, "flash-attn-4": theirs}
-                calls = {key: _calls(f, tensors, training) for key, f in functions.items()}
+                calls = {key: _calls(f, tensors, options, training) for key, f in functions.items()}
                 kind = "forward and backward" if training else "forward"
                 found[f"{name}, {kind}"] = microseconds(calls)
     return found
+
+
+def _lengths(rows: int) -> dict:
+    """Those of packed sequences, as both take them."""
+    ends = torch.arange(0, rows + 1, PACKED_ROWS, dtype=torch.int32, device="cuda")
+    most = {"max_seqlen_q": PACKED_ROWS, "max_seqlen_k": PACKED_ROWS}
+    return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, **most}
 
 
 def main(out: Annotated[pathlib.Path, typer.Option(help="Where to write the JSON.")]) -> None:

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The library op with its kernels, on a GPU that runs them (Hopper: rewritten)."""
 
+import os
+import pathlib
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -63,10 +67,14 @@ def test_gradients_of_grouped_heads(d):
     _close(found, (truth.out, made.dq, made.dk, made.dv))
 
 
-def test_compiled_once_for_all_lengths():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_once_for_all_lengths(backend):
+    if backend == "inductor":
+        pytest.importorskip("triton", reason="torch's default backend needs triton")
+    torch.compiler.reset()
     function = torch.compile(
         lambda q, k, v: flash_attn_func(q, k, v, causal=True), fullgraph=True, dynamic=True,
-        backend="aot_eager",
+        backend=backend,
     )  # fmt: skip
     for sq, sk in ((200, 333), (64, 65), (129, 500)):
         tensors = _qkv(sq, sk, grad=True)
@@ -156,6 +164,56 @@ def test_many_heads_and_a_large_batch():
         many = q.expand(shape)
         out = flash_attn_func(many, many, many)
         assert (out == wanted).all()
+
+
+def test_offsets_beyond_2_to_the_31():
+    """Heads of q, k, v and dout lie 2**31 elements apart; so do rows in another call."""
+    q, k, v = _qkv(128, 128, heads=2, heads_kv=2, batch=(1,), grad=True)
+    dout = torch.randn(q.shape, device="cuda").bfloat16()
+    wanted = _gradients(flash_attn_func, (q, k, v), dout)
+    room = torch.empty(2**32 + 2**17, dtype=q.dtype, device="cuda")
+    far_heads, far_rows = (0, 128, 2**31 + 2**15, 1), (0, 2**31 // 64, 128, 1)
+    for strides, apart in ((far_heads, 128 * 128), (far_rows, 2 * 128)):
+        given = q, k, v, dout
+        far = [room.as_strided(q.shape, strides, number * apart) for number in range(4)]
+        for view, x in zip(far, given):
+            view.copy_(x.detach())
+        leaves = [x.requires_grad_() for x in far[:3]]
+        found = _gradients(flash_attn_func, leaves, far[3])
+        assert torch.equal(found[0], wanted[0]) and torch.equal(found[2], wanted[2])
+        _close(found, wanted)
+
+
+FIRST_CALL = """
+import sys, warnings
+sys.path.insert(0, {root!r})
+import conftest, torch
+from flash_ladder import flash_attn_func
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+q = torch.randn(1, 128, 1, 64).bfloat16().cuda()
+print(flash_attn_func(q, q, q).float().sum().item())
+"""
+
+
+def test_processes_that_compile_at_once(tmp_path):
+    """Three, with nothing in a cache that they share: all get the same."""
+    root = str(pathlib.Path(__file__).parent.parent)
+    own = {"FLASH_LADDER_CACHE": str(tmp_path), "FLASH_LADDER_ARTEFACTS": str(tmp_path / "none")}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", FIRST_CALL.format(root=root)],
+            env=os.environ | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    printed = [process.communicate(timeout=240) for process in started]
+    assert all(process.returncode == 0 for process in started), printed
+    assert len({out for out, _ in printed}) == 1
+    assert any("compiling 08" in told for _, told in printed)
 
 
 def test_a_second_gpu():
