@@ -86,8 +86,11 @@ class Mask:
         """
         most = self.max_seqlen_q, self.max_seqlen_k
         like = next(x for x in (*cu, *used) if x is not None)
-        sides = [_rows(*side, self.batch, like) for side in zip(cu, used, rows, most)]
-        return replace(self, lengths=torch.stack([*sides[0], *sides[1]], 1))
+        of_q, of_k = zip(cu, used, rows, most)
+        made = _rows(*of_q, self.batch, like)
+        same = cu[0] is cu[1] and used[0] is used[1] and of_q[2:] == of_k[2:]
+        made += made if same else _rows(*of_k, self.batch, like)
+        return replace(self, lengths=torch.stack(made, 1))
 
     def batched(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Packed tensors as those of one batch entry; others, and None, as they are."""

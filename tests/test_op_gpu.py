@@ -219,10 +219,13 @@ def test_processes_that_compile_at_once(tmp_path):
 def test_a_second_gpu():
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU here")
-    there = _qkv(device="cuda:1")
-    here = flash_attn_func(*_qkv())
-    assert torch.equal(flash_attn_func(*there).cpu(), here.cpu())
-    assert torch.cuda.current_device() == 0
+    here, there = _qkv(grad=True), _qkv(device="cuda:1", grad=True)
+    wanted, found = _gradients(flash_attn_func, here), _gradients(flash_attn_func, there)
+    assert {x.device.index for x in found} == {1} and torch.cuda.current_device() == 0
+    again = _gradients(flash_attn_func, there)  # past torch's dispatcher
+    for rows in (found, again):
+        assert torch.equal(rows[0].cpu(), wanted[0].cpu())
+        _close([x.cpu() for x in rows], [x.cpu() for x in wanted])
 
 
 class Attention(nn.Module):
