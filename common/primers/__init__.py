@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The primers' figures and interactive parts, drawn from the code that the pages speak of.
+
+`DRAWINGS` and `INTERACTIVE` name what the fences `drawing` and `interactive` can show. An
+interactive part is a static table that stands for itself, with the data its script starts from; the
+scripts are in docs/js. Runs: host, while the site is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import softmax
+from .svg import Board
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """`draw` makes the figure; `source` says what its numbers are derived from."""
+
+    draw: Callable[[], Board]
+    caption: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Interactive:
+    """`settings` is what the script is given; `headings` and `rows` make the static table."""
+
+    settings: Callable[[], dict]
+    headings: tuple[str, ...]
+    rows: Callable[[], list[list[str]]]
+    caption: str
+    source: str
+
+
+DRAWINGS = {
+    "softmax-tiles": Drawing(
+        softmax.draw, "one row of scores, tile by tile", "the recurrence of this page"
+    ),
+}
+INTERACTIVE = {
+    "online-softmax": Interactive(
+        softmax.settings,
+        softmax.HEADINGS,
+        softmax.rows,
+        "one row of scores, state after each tile, threshold 8",
+        "float64, the recurrence of this page",
+    ),
+}

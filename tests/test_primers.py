@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The primers: their scripts compute what the Python code does, their prose says what it says."""
+
+import json
+import math
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from flash_ladder import load
+from flash_ladder.common import inputs, reference, rescaling
+from flash_ladder.common.primers import softmax
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "primers"
+NODE = shutil.which("node")
+needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
+CALL = """
+const part = require(process.argv[1]);
+const calls = JSON.parse(require("fs").readFileSync(0, "utf8"));
+process.stdout.write(JSON.stringify(calls.map(([name, ...given]) => part[name](...given))));
+"""
+
+
+def script(name: str, calls: list[list]) -> list:
+    """What the functions of docs/js/NAME.js return; each call is [function, argument, …]."""
+    command = [NODE, "-e", CALL, str(ROOT / "docs" / "js" / f"{name}.js")]
+    done = subprocess.run(command, input=json.dumps(calls), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# ---- online softmax ------------------------------------------------------------------------
+
+
+def _row(name: str) -> tuple[inputs.Problem, list[float], list[float]]:
+    """One query row of a problem: its scores, in log2 units and the order of the kernels."""
+    sizes = {"batch": 1, "heads": 1, "seqlen_q": 128, "seqlen_k": 1024, "head_dim": 64}
+    problem = inputs.make(name, **sizes)
+    scale = (problem.softmax_scale or 64**-0.5) * math.log2(math.e)
+    scores = (problem.q[0, 0, 0].double() @ problem.k[0, :, 0].double().T) * scale
+    order = torch.arange(1024).view(-1, rescaling.TILE_N).flip(0).flatten()
+    return problem, scores[order].tolist(), problem.v[0, order, 0, 0].double().tolist()
+
+
+@needs_node
+@pytest.mark.parametrize("name", ["gaussian", "llm_like", "ascending_max", "dominant_key"])
+@pytest.mark.parametrize("threshold", [0, 3, 8])
+def test_stepper_moves_and_ends_like_the_rule_and_the_oracle(name, threshold):
+    problem, scores, values = _row(name)
+    (states,) = script("online-softmax", [["run", scores, values, 128, threshold]])
+    moved = [state["alpha"] != 1 for state in states[1:]]
+    assert moved == rescaling.moves(problem, threshold)[1:, 0, 0].tolist()
+    scale = problem.softmax_scale
+    truth = reference.attention(problem.q, problem.k, problem.v, softmax_scale=scale)
+    assert states[-1]["o"] / states[-1]["l"] == pytest.approx(float(truth.out[0, 0, 0, 0]), 1e-9)
+    lse = math.log(2) * states[-1]["m"] + math.log(states[-1]["l"])
+    assert lse == pytest.approx(float(truth.lse[0, 0, 0]), 1e-9)
+
+
+@needs_node
+@pytest.mark.parametrize("name", softmax.ROWS)
+@pytest.mark.parametrize("threshold", [0, 2.5, 8, 16])
+def test_stepper_computes_what_the_static_table_shows(name, threshold):
+    scores, values = softmax.ROWS[name], softmax.VALUES
+    given = [scores, values, softmax.KEYS, threshold]
+    states, wanted = script("online-softmax", [["run", *given], ["definition", scores, values]])
+    for ours, its in zip(softmax.run(scores, values, threshold), states, strict=True):
+        mine = (ours.m, ours.l, ours.o, ours.alpha, ours.top, ours.largest_p)
+        assert list(mine) == pytest.approx(list(its.values()), rel=1e-12)
+    assert states[-1]["o"] / states[-1]["l"] == pytest.approx(wanted, rel=1e-12)
+    assert max(state["largestP"] for state in states) <= 2.0**threshold
+
+
+def _rescales(name: str, threshold: float) -> int:
+    states = softmax.run(softmax.ROWS[name], softmax.VALUES, threshold)
+    return sum(state.alpha != 1 for state in states[1:])
+
+
+# ---- prose ---------------------------------------------------------------------------------
+
+STAGE6 = load(6).config
+SAID = {  # page: what it says, made from the code that the numbers come from
+    "online-softmax": [
+        f"takes {32768**2 * 2 / 2**30:.0f} GiB in 16 bits (D",
+        f"89 · log2(e) =\n{89 * math.log2(math.e):.1f}",
+        f"log2(e) = {math.log2(math.e):.4f} (D)",
+        f"by *more* than {STAGE6.THRESHOLD:.0f}",
+        f"P may grow to 2^{STAGE6.THRESHOLD:.0f} = {2**STAGE6.THRESHOLD:.0f} (D)",
+        f"fp16 is {torch.finfo(torch.float16).max:,.0f} (D)".replace(",", " "),
+        f"{_rescales('one large score', 0)} times\nafter the first tile (D)",
+        f"At 8 it moves {['never', 'once'][_rescales('one large score', 8)]} (D)",
+        f"{_rescales('climbing by 3 a tile', 0)} rescales become\n"
+        f"{_rescales('climbing by 3 a tile', 8)} (D)",
+        f"e^8 = {math.exp(8):.0f} (D)",
+    ],
+}
+
+
+@pytest.mark.parametrize("page", SAID)
+def test_prose_says_what_the_code_says(page):
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    missing = [said for said in SAID[page] if said not in text]
+    assert not missing
+
+
+def _order() -> list[str]:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1].split("\n\n")[0]
+    return re.findall(r" primers/(\S+)\.md$", nav, re.M)
+
+
+def test_every_primer_is_in_the_navigation_before_the_stages():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert {f"{name}.md" for name in _order()} == {path.name for path in PAGES.glob("*.md")}
+    assert nav.index("- Primers:") < nav.index("- Stages:")
+    assert list(SAID) == _order()
+
+
+@pytest.mark.parametrize("page", _order())
+def test_a_primer_has_the_form(page):
+    """A question first, three folded answers last, 600 to 1100 words, links only backwards."""
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    title, question = [line for line in text.splitlines() if line][:2]
+    assert title.startswith("# ") and re.fullmatch(r"\*.+\?\*", question)
+    assert text.count("<summary>") == 3 and "\n## Check yourself\n" in text
+    prose = re.sub(r"```.*?```", "", text, flags=re.S)
+    assert 600 <= len(re.findall(r"[^\W\d_]\w*", prose)) <= 1100
+    earlier = _order()[: _order().index(page)]
+    known = {"../how-to-read.md", "../bibliography.md", *(f"{name}.md" for name in earlier)}
+    assert {link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text)} <= known
+
+
+def test_nothing_is_loaded_from_elsewhere():
+    for path in [*(ROOT / "docs" / "js").glob("*.js"), ROOT / "docs" / "css" / "extra.css"]:
+        text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|@import|\bfetch\(|\bimport\b", text), path
