@@ -11,8 +11,10 @@ import subprocess
 import pytest
 import torch
 from flash_ladder import load
-from flash_ladder.common import inputs, reference, rescaling
-from flash_ladder.common.primers import softmax
+from flash_ladder.common import inputs, reference, rescaling, roofline
+from flash_ladder.common.model.machine import B200, B300, H200, MACHINES
+from flash_ladder.common.plan import MAX_SMEM_BYTES
+from flash_ladder.common.primers import ceilings, softmax
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "primers"
@@ -80,29 +82,102 @@ def _rescales(name: str, threshold: float) -> int:
     return sum(state.alpha != 1 for state in states[1:])
 
 
+# ---- ceilings ------------------------------------------------------------------------------
+
+KERNELS = {"forward": roofline.forward, "backward": roofline.backward}
+
+
+def _tiles(kernel: str, pair: bool) -> list[tuple[int, int, int]]:
+    """Tiles that the sliders reach and the formulas take, uneven ones among them."""
+    rows = 128 * (1 + pair)
+    tiles = [(rows, 128, 128), (rows, 128, 64), (2 * rows, 256, 192), (rows, 384, 16)]
+    if kernel == "backward":
+        return [(n, m, d) for m, n, d in tiles]
+    return [*tiles, (rows, 80, 256), (rows, 176, 144)]
+
+
+@needs_node
+@pytest.mark.parametrize("machine", ceilings.machines())
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sliders_compute_the_roofline(kernel, pair, machine):
+    how = {"backward": kernel == "backward", "ctas": 1 + pair}
+    how |= {name: ceilings.settings()[name] for name in ("piece", "passes")}
+    tiles = _tiles(kernel, pair)
+    figures = ceilings.machines()[machine]
+    calls = [["ceilings", figures, dict(zip("mnd", tile)), how] for tile in tiles]
+    for tile, found in zip(tiles, script("ceilings", calls), strict=True):
+        wanted = KERNELS[kernel](*tile, pair=pair, machine=MACHINES[machine])
+        assert found["cycles"] == pytest.approx(wanted.cycles)
+        assert dict(found["parts"]) == pytest.approx(wanted.smem_parts)
+        assert found["tflops"] == pytest.approx(wanted.ceilings)
+        assert tuple(found["bound"]) == wanted.bound
+        assert found["tensorCeiling"] == pytest.approx(wanted.tensor_ceiling)
+
+
+def test_a_wider_port_frees_the_pair():
+    wider = {
+        size: roofline.backward(pair=True, machine=B200.with_changes({"smem": size}))
+        for size in (128, 160)
+    }
+    assert wider[128].bound == ("smem",) and wider[160].bound == ("mma",)
+
+
+def test_sliders_start_at_every_machines_figures():
+    for figures in ceilings.machines().values():
+        for name, (low, high, step) in ceilings.SLIDERS.items():
+            assert low <= figures[name] <= high and (figures[name] - low) % step == 0
+
+
 # ---- prose ---------------------------------------------------------------------------------
 
 STAGE6 = load(6).config
+FORWARD, HALF = roofline.forward(), roofline.forward(head_dim=64)
+BACKWARD, PAIR = roofline.backward(), roofline.backward(pair=True)
 SAID = {  # page: what it says, made from the code that the numbers come from
     "online-softmax": [
         f"takes {32768**2 * 2 / 2**30:.0f} GiB in 16 bits (D",
-        f"89 · log2(e) =\n{89 * math.log2(math.e):.1f}",
+        f"89 · log2(e) = {89 * math.log2(math.e):.1f}",
         f"log2(e) = {math.log2(math.e):.4f} (D)",
         f"by *more* than {STAGE6.THRESHOLD:.0f}",
         f"P may grow to 2^{STAGE6.THRESHOLD:.0f} = {2**STAGE6.THRESHOLD:.0f} (D)",
         f"fp16 is {torch.finfo(torch.float16).max:,.0f} (D)".replace(",", " "),
-        f"{_rescales('one large score', 0)} times\nafter the first tile (D)",
+        f"{_rescales('one large score', 0)} times after the first tile (D)",
         f"At 8 it moves {['never', 'once'][_rescales('one large score', 8)]} (D)",
-        f"{_rescales('climbing by 3 a tile', 0)} rescales become\n"
+        f"{_rescales('climbing by 3 a tile', 0)} rescales become "
         f"{_rescales('climbing by 3 a tile', 8)} (D)",
         f"e^8 = {math.exp(8):.0f} (D)",
+    ],
+    "blackwell-sm": [
+        f"a B200 has {B200['sms']:.0f} (Q",
+        f"{32 / (B200['mufu'] / 4):.0f} cycles (D: 32 / {B200['mufu'] / 4:.0f})",
+        f"{MAX_SMEM_BYTES / 1024:.0f} KiB for one CTA (D: {MAX_SMEM_BYTES:,} bytes)".replace(
+            ",", " "
+        ),
+        f"one port of {B200['smem']:.0f} bytes a cycle (Q",
+        f"from {H200['tensor']:.0f} to {B200['tensor']:.0f} FLOP a cycle (Q",
+        f"as many exponentials: {FORWARD.exp:.0f} cycles",
+        f"{FORWARD.flop / H200['tensor']:.0f} cycles on Hopper, {FORWARD.mma:.0f} on a B200 (D)",
+        f"{HALF.mma:.0f} cycles against {HALF.exp:.0f} (D)",
+        f"{FORWARD.mma:.0f}, {FORWARD.smem:.0f} and {FORWARD.exp:.0f} cycles (D)",
+        f"shared memory: {BACKWARD.smem:.0f} cycles where the products take {BACKWARD.mma:.0f}",
+        f"busy {100 * BACKWARD.tensor_ceiling:.0f} %",
+        f"{BACKWARD.smem:.0f} becomes {PAIR.smem:.0f} each",
+        f"a ceiling of {100 * PAIR.tensor_ceiling:.0f} %",
+        f"A B300 has {roofline.forward(machine=B300).exp:.0f} cycles of exponentials (D)",
+        f"the port: {PAIR.smem:.0f} cycles against {PAIR.mma:.0f}",
+        "At 160 bytes a cycle it no longer is (D)",
+        f"costs {128 * 128 // 32 // 4} issue cycles",
+        f"room for {FORWARD.exp / (128 * 128 / 32 / 4):.0f} such instructions",
+        f"takes {2 * 128 * 128 * 16 / B200['tensor']:.0f} cycles (D",
+        f"reads {2 * 128 * 16 * 2} bytes (D",
     ],
 }
 
 
 @pytest.mark.parametrize("page", SAID)
 def test_prose_says_what_the_code_says(page):
-    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    text = " ".join((PAGES / f"{page}.md").read_text(encoding="utf-8").split())
     missing = [said for said in SAID[page] if said not in text]
     assert not missing
 

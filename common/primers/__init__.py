@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import softmax
+from . import ceilings, softmax
 from .svg import Board
 
 
@@ -39,6 +39,16 @@ DRAWINGS = {
     "softmax-tiles": Drawing(
         softmax.draw, "one row of scores, tile by tile", "the recurrence of this page"
     ),
+    "sm": Drawing(
+        ceilings.draw_sm,
+        "one SM: what it has four times, and what once",
+        "B200's figures in common/model/machine.py, limits in common/plan.py",
+    ),
+    "growth": Drawing(
+        ceilings.draw_growth,
+        "bars are relative to the H200",
+        "figures and their sources in common/model/machine.py",
+    ),
 }
 INTERACTIVE = {
     "online-softmax": Interactive(
@@ -47,5 +57,12 @@ INTERACTIVE = {
         softmax.rows,
         "one row of scores, state after each tile, threshold 8",
         "float64, the recurrence of this page",
+    ),
+    "ceilings": Interactive(
+        ceilings.settings,
+        ceilings.HEADINGS,
+        ceilings.rows,
+        "forward, 128 queries, 128 keys, head dim 128, on a B200",
+        "common/roofline.py: the paper's Eq. 1-3 and 7-10",
     ),
 }
