@@ -4,6 +4,7 @@
 import json
 import math
 import pathlib
+import random
 import re
 import shutil
 import subprocess
@@ -13,8 +14,8 @@ import torch
 from flash_ladder import load
 from flash_ladder.common import inputs, reference, rescaling, roofline
 from flash_ladder.common.model.machine import B200, B300, H200, MACHINES
-from flash_ladder.common.plan import MAX_SMEM_BYTES
-from flash_ladder.common.primers import ceilings, softmax
+from flash_ladder.common.plan import MAX_SMEM_BYTES, NAMED_BARRIERS, Arrival, Plan, Role
+from flash_ladder.common.primers import ceilings, ring, softmax
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "primers"
@@ -129,9 +130,62 @@ def test_sliders_start_at_every_machines_figures():
             assert low <= figures[name] <= high and (figures[name] - low) % step == 0
 
 
+# ---- mbarriers -----------------------------------------------------------------------------
+
+
+@needs_node
+@pytest.mark.parametrize("bug", ring.BUGS)
+def test_ring_in_the_browser_is_the_ring_of_the_model(bug):
+    chosen = random.Random(7)
+    orders = [[chosen.choice(ring.ROLES) for _ in range(80)] for _ in range(8)]
+    orders.append(list(ring.ROLES) * 20)
+    settings = json.loads(json.dumps(ring.settings()))
+    for order, its in zip(
+        orders, script("mbarrier", [["replay", settings, bug, order] for order in orders])
+    ):
+        ours = ring.Ring(bug)
+        for role, found in zip(order, its, strict=True):
+            result = ours.act(role)
+            state = [[b.phase, b.pending, b.tx_bytes] for b in ours.barriers]
+            assert found == {"result": result, "hazard": ours.hazard, "barriers": state}
+
+
+def _ends(bug: str, order: list[str]) -> tuple[str, int, list[str]]:
+    """(hazard, tiles that MMA has read, last results) of an order of steps."""
+    used = ring.Ring(bug)
+    results, read = [], 0
+    for role in order:
+        results.append(used.act(role))
+        read += role == "MMA" and results[-1] == "done" and not used.waited["MMA"]
+    return used.hazard, read, results[-9:]
+
+
+def test_each_planted_bug_does_what_is_said_of_it():
+    in_turn = list(ring.ROLES) * 40
+    eager = ["LOAD"] * 4 + ["copy engine"] * 4 + ["LOAD"] * 2
+    early = ["LOAD", "LOAD", "copy engine", "MMA", "MMA"]
+    kinds = list(ring.BUGS)
+    assert _ends(kinds[0], in_turn)[:2] == ("", 19)  # 40 turns, two a tile, MMA one behind
+    assert _ends(kinds[1], in_turn) == ("", 0, ["blocked"] * 9)
+    assert _ends(kinds[2], in_turn) == ("", ring.SLOTS, ["blocked"] * 9)
+    assert _ends(kinds[3], eager)[0] == "overwritten"
+    assert _ends(kinds[3], ["LOAD"] * 7)[2][-2:] == ["fault"] * 2  # two arrivals in one phase
+    assert _ends(kinds[4], early)[0] == "incomplete"
+    chosen = random.Random(3)
+    for _ in range(50):  # without a bug no order of steps does harm
+        hazard, _, results = _ends(kinds[0], [chosen.choice(ring.ROLES) for _ in range(200)])
+        assert hazard == "" and "fault" not in results
+
+
+def test_ring_refuses_an_unknown_bug():
+    with pytest.raises(ValueError, match="bug 'x' is unknown; allowed: no bug"):
+        ring.Ring("x")
+
+
 # ---- prose ---------------------------------------------------------------------------------
 
 STAGE6 = load(6).config
+GROUP = Plan(roles=(Role("A", range(4)),))
 FORWARD, HALF = roofline.forward(), roofline.forward(head_dim=64)
 BACKWARD, PAIR = roofline.backward(), roofline.backward(pair=True)
 SAID = {  # page: what it says, made from the code that the numbers come from
@@ -171,6 +225,13 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"room for {FORWARD.exp / (128 * 128 / 32 / 4):.0f} such instructions",
         f"takes {2 * 128 * 128 * 16 / B200['tensor']:.0f} cycles (D",
         f"reads {2 * 128 * 16 * 2} bytes (D",
+    ],
+    "mbarriers": [
+        f"2^20 − 1 = {2**20 - 1:,} bytes".replace(",", " "),
+        f"a tile has {ring.TILE_BYTES:,} bytes and comes in two parts".replace(",", " "),
+        f"warpgroup: {Arrival('A').count(GROUP)} (D",
+        f"each of its warps: {Arrival('A', 'warp').count(GROUP)} (D",
+        f"{['no', 'sixteen'][NAMED_BARRIERS == 16]} of them for each CTA (D: `common/plan.py`)",
     ],
 }
 

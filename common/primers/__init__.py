@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import ceilings, softmax
+from . import ceilings, ring, softmax
 from .svg import Board
 
 
@@ -49,6 +49,11 @@ DRAWINGS = {
         "bars are relative to the H200",
         "figures and their sources in common/model/machine.py",
     ),
+    "mbarrier-phases": Drawing(
+        ring.draw,
+        "two tiles through a ring of one slot, a column a step",
+        "mbarriers of the SM model, common/model/barrier.py",
+    ),
 }
 INTERACTIVE = {
     "online-softmax": Interactive(
@@ -64,5 +69,12 @@ INTERACTIVE = {
         ceilings.rows,
         "forward, 128 queries, 128 keys, head dim 128, on a B200",
         "common/roofline.py: the paper's Eq. 1-3 and 7-10",
+    ),
+    "mbarrier": Interactive(
+        ring.settings,
+        ring.HEADINGS,
+        ring.rows,
+        "a fresh ring of two slots",
+        "mbarriers of the SM model, common/model/barrier.py",
     ),
 }
