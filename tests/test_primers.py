@@ -14,8 +14,16 @@ import torch
 from flash_ladder import load
 from flash_ladder.common import inputs, reference, rescaling, roofline
 from flash_ladder.common.model.machine import B200, B300, H200, MACHINES
-from flash_ladder.common.plan import MAX_SMEM_BYTES, NAMED_BARRIERS, Arrival, Plan, Role
-from flash_ladder.common.primers import ceilings, ring, softmax
+from flash_ladder.common.model.tmem import LANES, QUARTER_LANES
+from flash_ladder.common.plan import (
+    MAX_SMEM_BYTES,
+    NAMED_BARRIERS,
+    TMEM_COLUMNS,
+    Arrival,
+    Plan,
+    Role,
+)
+from flash_ladder.common.primers import ceilings, ring, softmax, tmem
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "primers"
@@ -185,6 +193,8 @@ def test_ring_refuses_an_unknown_bug():
 # ---- prose ---------------------------------------------------------------------------------
 
 STAGE6 = load(6).config
+REGIONS = {row.name: row for row in tmem.regions()}
+SMALL = STAGE6.plan(64).tmem
 GROUP = Plan(roles=(Role("A", range(4)),))
 FORWARD, HALF = roofline.forward(), roofline.forward(head_dim=64)
 BACKWARD, PAIR = roofline.backward(), roofline.backward(pair=True)
@@ -225,6 +235,21 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"room for {FORWARD.exp / (128 * 128 / 32 / 4):.0f} such instructions",
         f"takes {2 * 128 * 128 * 16 / B200['tensor']:.0f} cycles (D",
         f"reads {2 * 128 * 16 * 2} bytes (D",
+    ],
+    "tensor-memory": [
+        f"{LANES * TMEM_COLUMNS * 4 // 1024} KiB beside the tensor core (D",
+        f"(D: {LANES} · {TMEM_COLUMNS} · 4 bytes)",
+        f"{LANES} *lanes* by {TMEM_COLUMNS} *columns*",
+        f"so {REGIONS['S0'].columns} columns, {REGIONS['S0'].columns * LANES * 4 // 1024} KiB (D)",
+        f"so {REGIONS['P0'].columns} columns (D)",
+        f"reads and writes only the {QUARTER_LANES} lanes",
+        f"{STAGE6.CHUNK} columns at a time",
+        f"makes {REGIONS['S0'].columns * LANES * 4 / B200['tmem']:.0f} cycles for S (D)",
+        f"budget of {FORWARD.exp:.0f} cycles",
+        f"{REGIONS['O0'].columns * LANES * 4 // 1024} KiB each way at head dim 128 (D)",
+        f"2 · (128 + 64 + 128) = {sum(row.columns for row in REGIONS.values())} columns (D)",
+        f"2 · (128 + 64) = {sum(row.columns for row in SMALL if row.name[0] in 'SO')} (D)",
+        f"more make {sum(row.columns for row in SMALL)} (D)",
     ],
     "mbarriers": [
         f"2^20 − 1 = {2**20 - 1:,} bytes".replace(",", " "),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import ceilings, ring, softmax
+from . import ceilings, ring, softmax, tmem
 from .svg import Board
 
 
@@ -48,6 +48,16 @@ DRAWINGS = {
         ceilings.draw_growth,
         "bars are relative to the H200",
         "figures and their sources in common/model/machine.py",
+    ),
+    "tmem-lanes": Drawing(
+        tmem.draw_lanes,
+        "who reaches what in tensor memory",
+        "common/model/tmem.py; PTX ISA, sections 9.7.16.1 and 9.7.16.8",
+    ),
+    "tmem-map": Drawing(
+        tmem.draw_map,
+        "tensor memory of a forward kernel at head dim 128",
+        "stages/06/config.py: plan(128).tmem",
     ),
     "mbarrier-phases": Drawing(
         ring.draw,
