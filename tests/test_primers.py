@@ -8,11 +8,13 @@ import random
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
 from flash_ladder import load
 from flash_ladder.common import inputs, reference, rescaling, roofline
+from flash_ladder.common.hopper import layouts
 from flash_ladder.common.model.machine import B200, B300, H200, MACHINES
 from flash_ladder.common.model.tmem import LANES, QUARTER_LANES
 from flash_ladder.common.plan import (
@@ -23,7 +25,7 @@ from flash_ladder.common.plan import (
     Plan,
     Role,
 )
-from flash_ladder.common.primers import ceilings, ring, softmax, tmem
+from flash_ladder.common.primers import ceilings, pair, ring, softmax, swizzle, tmem
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "primers"
@@ -190,11 +192,58 @@ def test_ring_refuses_an_unknown_bug():
         ring.Ring("x")
 
 
+# ---- swizzles ------------------------------------------------------------------------------
+
+
+def test_a_swizzle_keeps_rows_and_spreads_columns():
+    for row in range(8):
+        places = [swizzle.address(row, chunk, True) for chunk in range(8)]
+        assert sorted(places) == [swizzle.address(row, chunk, False) for chunk in range(8)]
+        assert swizzle.passes(places) == 1
+        assert [place % 128 // 16 for place in places] == [chunk ^ row for chunk in range(8)]
+    for chunk in range(8):
+        assert swizzle.passes(swizzle.column(chunk, False)) == 8
+        assert swizzle.passes(swizzle.column(chunk, True)) == 1
+
+
+@pytest.mark.parametrize("k_step", range(4))
+def test_adding_32_bytes_to_the_start_is_the_next_16_elements_of_k(k_step):
+    """What the page says of descriptors: the hardware adds first and XORs the result."""
+    moved = replace(swizzle.K_TILE, start=swizzle.K_TILE.start + 32 * k_step)
+    for row in range(16):
+        for k in (0, 7, 8, 15):
+            at = layouts.element_address(moved, row, k, False)
+            chunk, byte = divmod(2 * (16 * k_step + k), swizzle.CHUNK)
+            assert at == swizzle.K_TILE.start + swizzle.address(row, chunk, True) + byte
+
+
+def test_the_drawn_fields_are_those_that_are_decoded():
+    word = layouts.encode_smem_descriptor(swizzle.K_TILE)
+    bits, found = swizzle.fields(word, swizzle.SMEM_FIELDS), layouts.decode_smem_descriptor(word, 0)
+    assert bits["start / 16"] * 16 == found.start and bits["stride / 16"] * 16 == found.stride
+    assert (bits["leading / 16"], bits["const"], bits["base"]) == (1, 1, 0)
+    assert layouts.SWIZZLE_SPANS[bits["swizzle"]] == found.swizzle
+    word = layouts.encode_instruction_descriptor(swizzle.PV)
+    bits = swizzle.fields(word, swizzle.INSTRUCTION_FIELDS)
+    assert bits == {"D": 1, "A": 1, "B": 1, "T": 0b10, "N / 8": 16, "M / 16": 8}
+
+
+# ---- pairs ---------------------------------------------------------------------------------
+
+
+def test_a_folded_result_lies_as_the_page_says():
+    assert layouts.d_position(128, 128, 2, 64, 0) == (1, 0, 0)  # 64 rows for each CTA
+    assert layouts.d_position(128, 128, 2, 5, 63) == (0, 5, 63)
+    assert layouts.d_position(128, 128, 2, 5, 64) == (0, 64 + 5, 0)  # second half of the columns
+
+
 # ---- prose ---------------------------------------------------------------------------------
 
 STAGE6 = load(6).config
 REGIONS = {row.name: row for row in tmem.regions()}
 SMALL = STAGE6.plan(64).tmem
+PLAN7 = pair.plan()
+EXCHANGED = PLAN7.barrier("dx_full").tx_bytes
 GROUP = Plan(roles=(Role("A", range(4)),))
 FORWARD, HALF = roofline.forward(), roofline.forward(head_dim=64)
 BACKWARD, PAIR = roofline.backward(), roofline.backward(pair=True)
@@ -257,6 +306,41 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"warpgroup: {Arrival('A').count(GROUP)} (D",
         f"each of its warps: {Arrival('A', 'warp').count(GROUP)} (D",
         f"{['no', 'sixteen'][NAMED_BARRIERS == 16]} of them for each CTA (D: `common/plan.py`)",
+    ],
+    "swizzles": [
+        f"take {swizzle.passes(swizzle.column(3, False))} passes "
+        f"instead of {swizzle.passes(swizzle.column(3, True))} (D",
+        f"every {swizzle.ROWS * swizzle.SPAN} bytes (D",
+        f"{swizzle.BANKS * swizzle.BANK_BYTES} bytes a cycle (D",
+        f"`{layouts.encode_smem_descriptor(swizzle.K_TILE):#x}` (D",
+        f"starts at byte {swizzle.K_TILE.start}:",
+        *(
+            f"{code} for {span}" if code else f"{code} for none"
+            for code, span in layouts.SWIZZLE_SPANS.items()
+        ),
+        f"has `{layouts.encode_instruction_descriptor(swizzle.QK):#x}`, and",
+        f"has `{layouts.encode_instruction_descriptor(swizzle.PV):#x}`: one bit apart (D)",
+        f"At {swizzle.address(5, 6, True) % 128 // 16} (D",
+        f"larger by {layouts.SmemDescriptor(32768, 16, 1024, 128).start // 16} (D",
+    ],
+    "cta-pairs": [
+        f"reads {pair.operand_bytes(False)} bytes in {64} cycles (D)",
+        f"each CTA reads {pair.operand_bytes(True)} (D",
+        f"{100 * pair.operand_bytes(True) / pair.operand_bytes(False):.0f} % of it",
+        *(
+            f"| {name} | {alone:.0f} | {paired:.0f} |"
+            for name, alone, paired in pair.shared_memory_rows()
+        ),
+        f"of {PAIR.mma:.0f} that the products take | {BACKWARD.smem:.0f} | {PAIR.smem:.0f} |",
+        f"{PLAN7.barrier('q_full').tx_bytes:,} for two halves of a tile".replace(",", " "),
+        f"count is {PLAN7.barrier('p_full').arrivals(PLAN7)} (D)",
+        f"{EXCHANGED // 1024} KiB each way (D",
+        f"with {EXCHANGED:,} expected bytes".replace(",", " "),
+        f"a barrier of the leader, count {PLAN7.barrier('dx_both').arrivals(PLAN7)},",
+        f"{B200['dsmem']:.0f} bytes a cycle and SM",
+        f"make {EXCHANGED / B200['dsmem']:.0f} cycles of it",
+        f"{PAIR.smem_parts['dS to the peer']:.0f} cycles of the port, three passes of 128",
+        "8 (D: 4 · 2)",
     ],
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import ceilings, ring, softmax, tmem
+from . import ceilings, pair, ring, softmax, swizzle, tmem
 from .svg import Board
 
 
@@ -63,6 +63,26 @@ DRAWINGS = {
         ring.draw,
         "two tiles through a ring of one slot, a column a step",
         "mbarriers of the SM model, common/model/barrier.py",
+    ),
+    "swizzle-pattern": Drawing(
+        swizzle.draw_pattern,
+        "numbers are chunks of 16 bytes, rows are 128 bytes",
+        "common/hopper/layouts.py: swizzle_address; 32 banks of 4 bytes",
+    ),
+    "descriptors": Drawing(
+        swizzle.draw_descriptors,
+        "a tile of K, bf16, 128-byte swizzle; S = Q Kᵀ with M = N = 128",
+        "common/hopper/layouts.py: encode_smem_descriptor, encode_instruction_descriptor",
+    ),
+    "pair-mma": Drawing(
+        pair.draw_mma,
+        "an MMA of a pair, 256 × 128",
+        "common/hopper/layouts.py: d_position; PTX ISA, section 9.7.16.10.5",
+    ),
+    "pair-swap": Drawing(
+        pair.draw_swap,
+        "the swap of dS",
+        "paper, section 3.2.3; stages/07/backward_2cta",
     ),
 }
 INTERACTIVE = {
