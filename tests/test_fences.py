@@ -445,17 +445,14 @@ def test_an_interactive_part_is_a_table_with_settings(name):
     assert len(shown) == len(fences.INTERACTIVE[name].rows())
 
 
-@pytest.mark.parametrize(
-    "head, body, message",
-    [
-        ('drawing name="x"', "words", 'no name="x"; there are softmax-tiles'),
-        ('drawing name="sm"', " ", "sm needs a description in its body"),
-        ('interactive name="x"', "words", 'no name="x"; there are online-softmax'),
-        ('interactive name="ceilings"', " ", "ceilings needs a description in its body"),
-        ('drawing file="x"', "words", "missing ['name']"),
-    ],
-)
-def test_errors_of_the_primers_fences_end_the_build(head, body, message):
-    with pytest.raises(fences.FenceError) as caught:
-        fence(head, body)
-    assert message in str(caught.value)
+@pytest.mark.parametrize("kind", ["drawing", "interactive"])
+def test_errors_of_the_primers_fences_end_the_build(kind):
+    first = next(iter({"drawing": fences.DRAWINGS, "interactive": fences.INTERACTIVE}[kind]))
+    for head, body, message in (
+        (f'{kind} name="x"', "words", f'no name="x"; there are {first}, '),
+        (f'{kind} name="{first}"', " ", f"{first} needs a description in its body"),
+        (f'{kind} file="x"', "words", "missing ['name']"),
+    ):
+        with pytest.raises(fences.FenceError) as caught:
+            fence(head, body)
+        assert message in str(caught.value)

@@ -18,22 +18,12 @@ CHUNK = 16  # bytes that stay together
 BANK_BYTES, BANKS = 4, 32
 SHOWN = 3  # the logical chunk that the drawing marks in every row
 
-SMEM_FIELDS = (  # name, first bit, last bit
-    ("start / 16", 0, 13),
-    ("leading / 16", 16, 29),
-    ("stride / 16", 32, 45),
-    ("const", 46, 48),
-    ("base", 49, 51),
-    ("swizzle", 61, 63),
-)
-INSTRUCTION_FIELDS = (
-    ("D", 4, 5),
-    ("A", 7, 9),
-    ("B", 10, 12),
-    ("T", 15, 16),
-    ("N / 8", 17, 22),
-    ("M / 16", 24, 28),
-)
+_SMEM = ("start / 16", "leading / 16", "stride / 16", "const", "base", "swizzle")
+_SMEM_BITS = ((0, 13), (16, 29), (32, 45), (46, 48), (49, 51), (61, 63))
+_INSTRUCTION = ("D", "A", "B", "T", "N / 8", "M / 16")
+_INSTRUCTION_BITS = ((4, 5), (7, 9), (10, 12), (15, 16), (17, 22), (24, 28))
+SMEM_FIELDS = dict(zip(_SMEM, _SMEM_BITS))  # name: first and last bit
+INSTRUCTION_FIELDS = dict(zip(_INSTRUCTION, _INSTRUCTION_BITS))
 K_TILE = SmemDescriptor(start=ROWS * SPAN, leading=CHUNK, stride=ROWS * SPAN, swizzle=SPAN)
 QK = InstructionDescriptor(m=128, n=128, bf16=True)
 PV = InstructionDescriptor(m=128, n=128, bf16=True, b_mn_major=True)
@@ -79,14 +69,16 @@ def draw_pattern() -> Board:
 
 def fields(word: int, table) -> dict[str, int]:
     """The values of a descriptor's fields by name."""
-    return {name: word >> low & ((1 << (high - low + 1)) - 1) for name, low, high in table}
+    return {
+        name: word >> low & ((1 << (high - low + 1)) - 1) for name, (low, high) in table.items()
+    }
 
 
 def _draw_fields(board: Board, y: float, word: int, table, first_bit: int) -> None:
     """32 bits from first_bit on, high bits left, each field with its name, value and bits."""
     scale, values = 11, fields(word, table)
     board.box(4, y, 32 * scale, 32, "faint")
-    for name, low, high in table:
+    for name, (low, high) in table.items():
         if not first_bit <= low < first_bit + 32:
             continue
         width, x = (high - low + 1) * scale, 4 + (first_bit + 31 - high) * scale

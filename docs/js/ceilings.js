@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Three ceilings of one tile: the formulas of common/roofline.py, which the tests compare this with.
+// Three ceilings of one tile: the formulas of common/roofline.py, which the tests compare it with.
 "use strict";
 
 (() => {
@@ -73,8 +73,9 @@
         shape("text", { x: 90 + (200 * size) / most, y: y + 13 }, String(Math.round(size))),
       ];
     });
-    const label = Object.entries(cycles).map(([name, size]) => `${NAMES[name]} ${Math.round(size)}`);
-    const attributes = { viewBox: "0 0 360 82", role: "img", "aria-label": label.join(", ") };
+    const words = ([name, size]) => `${NAMES[name]} ${Math.round(size)}`;
+    const label = Object.entries(cycles).map(words).join(", ");
+    const attributes = { viewBox: "0 0 360 82", role: "img", "aria-label": label };
     return shape("svg", attributes, ...parts);
   }
 
@@ -104,8 +105,9 @@
       flWidget.fillTable(table, Object.keys(NAMES).map((name) => [
         NAMES[name], String(Math.round(found.cycles[name])), String(Math.round(found.tflops[name])),
       ]));
-      table.caption.textContent =
-        `${now.kernel}, ${now.tile.m} queries, ${now.tile.n} keys, head dim ${now.tile.d}: of one CTA`;
+      const { m, n, d } = now.tile;
+      const tile = `${m} queries, ${n} keys, head dim ${d}`;
+      flWidget.setCaption(table, `${now.kernel}, ${tile}: of one CTA`);
     }
 
     const moving = (kept, key) => (value) => { kept[key] = value; update(); };
@@ -130,8 +132,11 @@
     function newMachine(name) {
       now.machine = { ...settings.machines[name] };
       const labels = { tensor: "FLOP a cycle", smem: "bytes a cycle", mufu: "exp2 a cycle" };
-      rateRow.replaceChildren(...Object.entries(settings.sliders).map(([key, [min, max, step]]) =>
-        slider(labels[key], { min, max, step, value: now.machine[key] }, moving(now.machine, key))));
+      const rate = ([key, [min, max, step]]) => {
+        const range = { min, max, step, value: now.machine[key] };
+        return slider(labels[key], range, moving(now.machine, key));
+      };
+      rateRow.replaceChildren(...Object.entries(settings.sliders).map(rate));
       update();
     }
 

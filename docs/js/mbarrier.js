@@ -29,11 +29,12 @@
 
   function begin(settings, bug) {
     const slots = Array.from({ length: settings.slots }, (_, slot) => slot);
+    const first = bug === "LOAD starts with parity 0" ? 0 : 1;
     return {
       bug,
       full: slots.map((slot) => fresh(`full[${slot}]`, 1)),
       empty: slots.map((slot) => fresh(`empty[${slot}]`, 1)),
-      load: { tile: 0, slot: 0, parity: bug === "LOAD starts with parity 0" ? 0 : 1, waited: false },
+      load: { tile: 0, slot: 0, parity: first, waited: false },
       mma: { tile: 0, slot: 0, parity: 0, waited: false },
       copies: [],
       holds: slots.map(() => ({ tile: null, parts: 0, unread: false })),
@@ -68,7 +69,7 @@
     addBytes(ring.full[slot], expected);
     arrive(ring.full[slot]);
     if (holds[slot].unread) ring.hazard = "overwritten";
-    const words = `arrives at full[${slot}], expects ${expected} bytes, issues the copy of tile ${role.tile}`;
+    const words = `arrives at full[${slot}], expects ${expected} bytes, copies tile ${role.tile}`;
     holds[slot] = { tile: role.tile, parts: 0, unread: true };
     ring.copies.push({ slot, left: parts });
     advance(role, slots);
@@ -91,10 +92,11 @@
     if (!role.waited) return wait(role, ring.full[slot]);
     if (holds[slot].parts < parts) ring.hazard = "incomplete";
     holds[slot].unread = false;
-    const silent = ring.bug === "MMA does not arrive at empty";
-    if (!silent) arrive(ring.empty[slot]);
     advance(role, slots);
-    return `reads tile ${holds[slot].tile} in slot ${slot}` + (silent ? "" : `, arrives at empty[${slot}]`);
+    const words = `reads tile ${holds[slot].tile} in slot ${slot}`;
+    if (ring.bug === "MMA does not arrive at empty") return words;
+    arrive(ring.empty[slot]);
+    return `${words}, arrives at empty[${slot}]`;
   }
 
   const STEPS = { "LOAD": load, "copy engine": copy, "MMA": mma };
@@ -118,8 +120,8 @@
     const ring = begin(settings, bug);
     return roles.map((role) => {
       const { result } = act(ring, role, settings);
-      const barriers = [...ring.full, ...ring.empty].map(({ phase, pending, tx }) => [phase, pending, tx]);
-      return { result, hazard: ring.hazard, barriers };
+      const numbers = ({ phase, pending, tx }) => [phase, pending, tx];
+      return { result, hazard: ring.hazard, barriers: [...ring.full, ...ring.empty].map(numbers) };
     });
   }
 
@@ -140,24 +142,27 @@
   function blockedAt(ring, role) {
     if (role === "copy engine") return "has nothing to copy";
     const [state, barriers] = role === "LOAD" ? [ring.load, ring.empty] : [ring.mma, ring.full];
-    const barrier = barriers[state.slot];
-    return `is blocked: it waits at ${barrier.name} for parity ${state.parity}, phase ${barrier.phase} is not over`;
+    const { name, phase } = barriers[state.slot];
+    return `is blocked: it waits at ${name} for parity ${state.parity}, phase ${phase} is not over`;
   }
 
   function picture(ring, { parts }) {
     const { shape } = flWidget;
+    const said = ({ tile, parts: come }, slot) =>
+      `slot ${slot}: ` + (tile === null ? "nothing yet" : `tile ${tile}, ${come} of ${parts} parts`);
     const shapes = ring.holds.flatMap((held, slot) => {
       const x = 4 + 178 * slot;
-      const fill = held.tile === null ? [] : [shape("rect", {
-        class: held.unread ? "smem" : "faint", x, y: 4, width: (170 * held.parts) / parts, height: 30,
-      })];
-      const text = held.tile === null ? "nothing yet" : `tile ${held.tile}, ${held.parts} of ${parts} parts`;
+      const kind = held.unread ? "smem" : "faint";
+      const width = (170 * held.parts) / parts;
       return [
-        shape("rect", { x, y: 4, width: 170, height: 30 }), ...fill,
-        shape("text", { x: x + 6, y: 23 }, `slot ${slot}: ${text}`),
+        shape("rect", { x, y: 4, width: 170, height: 30 }),
+        shape("rect", { class: kind, x, y: 4, width, height: 30 }),
+        shape("text", { x: x + 6, y: 23 }, said(held, slot)),
       ];
     });
-    return shape("svg", { viewBox: "0 0 360 38", role: "img", "aria-label": "the slots" }, ...shapes);
+    const label = ring.holds.map(said).join("; ");
+    const attributes = { viewBox: "0 0 360 38", role: "img", "aria-label": label };
+    return shape("svg", attributes, ...shapes);
   }
 
   function start(root, settings) {
@@ -172,14 +177,15 @@
       drawn.replaceChildren(picture(ring, settings));
       told.textContent = words;
       flWidget.fillTable(table, all().map(row));
-      table.caption.textContent = "the barriers now";
+      flWidget.setCaption(table, "the barriers now");
     }
 
     function stepBy(role) {
       const before = all().map((barrier) => barrier.phase);
       const { result, words } = act(ring, role, settings);
       const ended = all().filter((barrier, i) => barrier.phase !== before[i]);
-      const done = ended.map((barrier) => ` Phase ${barrier.phase - 1} of ${barrier.name} ends.`).join("");
+      const over = ({ name, phase }) => ` Phase ${phase - 1} of ${name} ends.`;
+      const done = ended.map(over).join("");
       const what = result === "blocked" ? blockedAt(ring, role) : words;
       const said = result === "fault" ? `Fault, ${what}. Restart` : `${role} ${what}`;
       update(`${said}.${done} ${HAZARDS[ring.hazard] ?? ""}`);

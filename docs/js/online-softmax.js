@@ -79,22 +79,25 @@
   function sentence(tiles, states, threshold) {
     if (!tiles) return "Nothing has come yet: m = −∞, l = 0, O = 0.";
     const [now, before] = [states[tiles - 1], states[tiles - 2]];
-    if (!before) return `Tile 1: m is its largest score, ${show(now.m)}; there is nothing to rescale.`;
+    if (!before) return `Tile 1: m is its largest score, ${show(now.m)}. Nothing to rescale yet.`;
     const above = show(now.top - before.m);
     if (now.alpha === 1 && now.top <= before.m) {
       return `Tile ${tiles}: no score exceeds m. m stays, α = 1.`;
     }
     if (now.alpha === 1) {
-      return `Tile ${tiles}: the largest score so far lies ${above} above m, not more than ${threshold}. m stays, α = 1.`;
+      const near = `lies ${above} above m, not more than ${threshold}`;
+      return `Tile ${tiles}: the largest score so far ${near}. m stays, α = 1.`;
     }
-    return `Tile ${tiles}: a score lies ${above} above m. m moves, and l and O shrink by α = 2^−${above}.`;
+    const shrink = `l and O shrink by α = 2^−${above}`;
+    return `Tile ${tiles}: a score lies ${above} above m. m moves, and ${shrink}.`;
   }
 
   function ending(scores, values, states) {
     const [last, wanted] = [states.at(-1), definition(scores, values)];
     const difference = Math.abs(last.o / last.l - wanted);
     const rounding = difference ? `${difference.toExponential(0)}, rounding of float64` : "0";
-    return ` Output O / l = ${show(last.o / last.l)}; by the definition ${show(wanted)}; difference ${rounding}.`;
+    const output = ` Output O / l = ${show(last.o / last.l)}; by the definition ${show(wanted)}`;
+    return `${output}; difference ${rounding}.`;
   }
 
   function start(root, settings) {
@@ -103,7 +106,7 @@
     const table = root.querySelector("table");
     const [drawn, said] = [element("div"), element("output", { "aria-live": "polite" })];
     const count = () => settings.values.length / settings.keys;
-    const go = (tiles) => { now.tiles = tiles; update(); };
+    const go = (tiles) => { now.tiles = Math.min(Math.max(tiles, 0), count()); update(); };
     const buttons = [
       button("Next tile", () => go(now.tiles + 1)),
       button("Back", () => go(now.tiles - 1)),
@@ -116,13 +119,16 @@
       const come = states.slice(0, now.tiles);
       drawn.replaceChildren(picture(scores, settings.keys, now.tiles, states));
       const done = now.tiles === count() ? ending(scores, settings.values, states) : "";
-      said.textContent = `${sentence(now.tiles, states, now.threshold)} Rescaled so far: ${rescales(come)}.${done}`;
+      const what = sentence(now.tiles, states, now.threshold);
+      said.textContent = `${what} Rescaled so far: ${rescales(come)}.${done}`;
       flWidget.fillTable(table, come.map((s, i) => [
         String(i + 1), ...[s.top, s.m, s.alpha, s.l, s.o, s.largestP].map(show),
       ]));
-      table.caption.textContent = `state after each tile, threshold ${now.threshold}`;
-      buttons[0].disabled = buttons[2].disabled = now.tiles === count();
-      buttons[1].disabled = buttons[3].disabled = now.tiles === 0;
+      flWidget.setCaption(table, `state after each tile, threshold ${now.threshold}`);
+      // Not disabled: a button that the keyboard is on would lose it.
+      buttons.forEach((one, i) => {
+        one.setAttribute("aria-disabled", now.tiles === (i % 2 ? 0 : count()));
+      });
     }
     const range = { min: 0, max: settings.maxThreshold, step: 1, value: now.threshold };
     const controls = [

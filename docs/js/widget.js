@@ -57,6 +57,11 @@ const flWidget = {
     table.tBodies[0].replaceChildren(...made);
   },
 
+  // Changes the words of a table's caption and leaves the mark behind them.
+  setCaption(table, words) {
+    table.caption.firstChild.data = `${words} `;
+  },
+
   // Calls start(root, settings) if the page has an element #fl-NAME.
   mount(name, start) {
     const root = document.getElementById(`fl-${name}`);
