@@ -134,8 +134,20 @@ EXCHANGED = PLAN7.barrier("dx_full").tx_bytes
 GROUP = Plan(roles=(Role("A", range(4)),))
 FORWARD, HALF = roofline.forward(), roofline.forward(head_dim=64)
 BACKWARD, PAIR = roofline.backward(), roofline.backward(pair=True)
+PEAK = B200["tensor"] * B200["sms"] * B200["clock"]
+
+
+def _emulation_cost() -> int:
+    """Instructions for a pair of emulated exponentials, by the docstring of the stage."""
+    text = " ".join((load(5).folder / "softmax.py").read_text(encoding="utf-8").split())
+    return sum(map(int, re.findall(r"\d+", re.search(r"Cost of a pair: ([^.]+)\.", text).group(1))))
+
+
 SAID = {  # page: what it says, made from the code that the numbers come from
     "online-softmax": [
+        f"again takes {2e3 * 32768**2 * 2 / B200['hbm']:.2f} ms on a B200",
+        f"both products {4e3 * 32768**2 * 128 / PEAK:.2f} ms at most speed",
+        f"(D: {B200['hbm'] / 1e12:.1f} TB/s, {PEAK / 1e15:.1f} PFLOP/s)",
         f"takes {32768**2 * 2 / 2**30:.0f} GiB in 16 bits (D",
         f"89 · log2(e) = {89 * math.log2(math.e):.1f}",
         f"log2(e) = {math.log2(math.e):.4f} (D)",
@@ -149,6 +161,7 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"e^8 = {math.exp(8):.0f} (D)",
     ],
     "blackwell-sm": [
+        f"two numbers {['', 'ten'][_emulation_cost() == 10]} instructions of other units",
         f"a B200 has {B200['sms']:.0f} (Q",
         f"{32 / (B200['mufu'] / 4):.0f} cycles (D: 32 / {B200['mufu'] / 4:.0f})",
         f"{MAX_SMEM_BYTES / 1024:.0f} KiB for one CTA (D: {MAX_SMEM_BYTES:,} bytes)".replace(
@@ -188,6 +201,8 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"more make {sum(row.columns for row in SMALL)} (D)",
     ],
     "mbarriers": [
+        f"perhaps {B200['tma_latency']:.0f} cycles later (Q",
+        f"{B200['mma_ss_latency'] + 128 / 2:.0f} cycles (D: {B200['mma_ss_latency']:.0f} + 64,",
         f"2^20 − 1 = {2**20 - 1:,} bytes".replace(",", " "),
         f"a tile has {ring.TILE_BYTES:,} bytes and comes in two parts".replace(",", " "),
         f"warpgroup: {Arrival('A').count(GROUP)} (D",
