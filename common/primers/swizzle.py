@@ -51,7 +51,7 @@ def draw_pattern() -> Board:
     """Which chunk lies where, plain and swizzled; one logical column is marked."""
     board, side = Board(206), 20
     for half, swizzled in enumerate((False, True)):
-        left = 18 + 182 * half
+        left = 16 + 180 * half
         board.text(left, 14, "128-byte swizzle" if swizzled else "plain rows of 128 bytes")
         for row in range(ROWS):
             if not half:
