@@ -24,6 +24,7 @@ from pymdownx.superfences import SuperFencesException
 from .diff import diff_file
 from .figures import FIGURES
 from .plan import Arrival, Barrier, Plan
+from .primers import DRAWINGS, INTERACTIVE
 from .stage import KernelSource
 
 ROOTS = {"stages": Path(flash_ladder.__file__).parent, "common": Path(__file__).parent}
@@ -36,6 +37,8 @@ ATTRIBUTES = {  # fence: required and optional attributes
     "results": (("stage",), ()),
     "timeline": (("stage", "head_dim"), ("machine", "part")),
     "figure": (("file",), ()),
+    "drawing": (("name",), ()),
+    "interactive": (("name",), ()),
     "ladder": ((), ()),
 }
 NOT_EXECUTED = "Not yet executed on hardware."
@@ -559,6 +562,43 @@ def figure(source, language, css_class, options, md, **kwargs) -> str:
     if not description:
         raise FenceError(f"fence figure: {name} needs a description in its body")
     return f'<p><img src="../../img/{name}" alt="{description}"></p>'
+
+
+# --- drawing and interactive --------------------------------------------------------------------
+
+
+def _described(fence: str, source: str, options: dict[str, str], known: dict) -> tuple:
+    """(what the fence names, its body as one line): both must be there."""
+    name = options["name"]
+    if name not in known:
+        raise FenceError(f'fence {fence}: no name="{name}"; there are {", ".join(known)}')
+    description = " ".join(source.split())
+    if not description:
+        raise FenceError(f"fence {fence}: {name} needs a description in its body")
+    return known[name], description
+
+
+def drawing(source, language, css_class, options, md, **kwargs) -> str:
+    """Fence `drawing name=`: a figure of common/primers as inline SVG; its body describes it."""
+    shown, description = _described("drawing", source, options, DRAWINGS)
+    caption = f"{html.escape(shown.caption)} {mark('D', shown.source)}"
+    picture = shown.draw().render(description)
+    caption = f'<figcaption class="fl-caption">{caption}</figcaption>'
+    return f'<figure class="fl-drawing">{picture}{caption}</figure>'
+
+
+def interactive(source, language, css_class, options, md, **kwargs) -> str:
+    """Fence `interactive name=`: a table that docs/js/NAME.js brings to life; its body says how."""
+    shown, description = _described("interactive", source, options, INTERACTIVE)
+    caption = f"{html.escape(shown.caption)} {mark('D', shown.source)}"
+    rows = [[html.escape(cell) for cell in row] for row in shown.rows()]
+    table = _table([html.escape(heading) for heading in shown.headings], rows, caption)
+    settings = html.escape(json.dumps(shown.settings()))
+    label = html.escape(description)
+    return (
+        f'<div class="fl-interactive" id="fl-{options["name"]}" role="group" '
+        f'aria-label="{label}" data-settings="{settings}">\n{table}\n</div>'
+    )
 
 
 # --- ladder -------------------------------------------------------------------------------------

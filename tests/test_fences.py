@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every fence of the pages, on a temporary pair of stages and on the real stage 01."""
 
+import html
 import json
 import re
 import types
@@ -401,3 +402,57 @@ def test_mark_refuses_unknown_letters():
     assert ">Q</abbr>" in fences.mark("Q", "paper, section 2")
     with pytest.raises(fences.FenceError, match="mark 'X' is unknown"):
         fences.mark("X", "")
+
+
+# ---- drawing and interactive ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", fences.DRAWINGS)
+def test_a_drawing_is_inline_described_and_marked(name):
+    page = fence(f'drawing name="{name}"', "what it <shows>\nin words")
+    assert 'role="img" aria-label="what it &lt;shows&gt; in words"' in page
+    assert '<figure class="fl-drawing"><svg viewBox="0 0 360 ' in page
+    assert ">D</abbr></figcaption>" in page and not re.search(r"#[0-9a-f]{3,6}\b", page)
+
+
+@pytest.mark.parametrize("name", fences.DRAWINGS)
+def test_a_drawing_stays_on_its_board(name):
+    """No box and, by the usual width of a letter, no text leaves the picture."""
+    board = fences.DRAWINGS[name].draw()
+    shapes = "".join(board.shapes)
+    boxes = re.findall(
+        r'<rect class="\w+" x="(\S+)" y="(\S+)" width="(\S+)" height="(\S+)"/>', shapes
+    )
+    assert boxes
+    for x, y, width, height in (map(float, box) for box in boxes):
+        assert 0 <= x and 0 <= y and x + width <= board.width and y + height <= board.height
+    texts = re.findall(
+        r'<text( class="small")? x="(\S+)" y="\S+" text-anchor="(\w+)">(.*?)<', shapes
+    )
+    for small, x, anchor, text in texts:
+        width = len(html.unescape(text)) * (4.7 if small else 5.5)
+        left = float(x) - width * {"start": 0, "middle": 0.5, "end": 1}[anchor]
+        assert -4 <= left and left + width <= board.width + 4, text
+
+
+@pytest.mark.parametrize("name", fences.INTERACTIVE)
+def test_an_interactive_part_is_a_table_with_settings(name):
+    page = fence(f'interactive name="{name}"', "how to use it")
+    assert f'id="fl-{name}" role="group" aria-label="how to use it"' in page
+    settings = json.loads(html.unescape(re.search(r'data-settings="([^"]*)"', page).group(1)))
+    assert settings == json.loads(json.dumps(fences.INTERACTIVE[name].settings()))
+    shown = [row for row in re.findall(r"<tr>(.*?)</tr>", page) if "<td>" in row]
+    assert len(shown) == len(fences.INTERACTIVE[name].rows())
+
+
+@pytest.mark.parametrize("kind", ["drawing", "interactive"])
+def test_errors_of_the_primers_fences_end_the_build(kind):
+    first = next(iter({"drawing": fences.DRAWINGS, "interactive": fences.INTERACTIVE}[kind]))
+    for head, body, message in (
+        (f'{kind} name="x"', "words", f'no name="x"; there are {first}, '),
+        (f'{kind} name="{first}"', " ", f"{first} needs a description in its body"),
+        (f'{kind} file="x"', "words", "missing ['name']"),
+    ):
+        with pytest.raises(fences.FenceError) as caught:
+            fence(head, body)
+        assert message in str(caught.value)

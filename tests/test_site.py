@@ -104,3 +104,14 @@ def test_stage_page_follows_the_template(page, site):
     assert "**Prediction.**" in text and text.count("<summary>") == 3
     built = (site / folder / "index.html").read_text(encoding="utf-8")
     assert "<caption>barriers" in built and '<pre class="mermaid">' in built and "```" not in built
+
+
+@pytest.mark.parametrize("page", [page for page in nav_pages() if page.startswith("primers/")])
+def test_a_primer_is_built_with_its_drawings_and_scripts(page, site):
+    built = (site / page / "index.html").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    for kind in ("drawing", "interactive"):
+        assert built.count(f'class="fl-{kind}"') == text.count(f"```{kind} ")
+    assert built.count('class="fl-drawing"') >= 1 and "```" not in built
+    for script in (ROOT / "docs" / "js").glob("*.js"):
+        assert f"js/{script.name}" in built and (site / "js" / script.name).is_file()
