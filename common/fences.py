@@ -21,9 +21,10 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 from pymdownx.superfences import SuperFencesException
 
+from . import role_graph
 from .diff import diff_file
 from .figures import FIGURES
-from .plan import Arrival, Barrier, Plan
+from .plan import Arrival, Plan
 from .stage import KernelSource
 
 ROOTS = {"stages": Path(flash_ladder.__file__).parent, "common": Path(__file__).parent}
@@ -341,26 +342,10 @@ def config_table(source, language, css_class, options, md, **kwargs) -> str:
     return _table(headings, rows, f"{table} · head dim {head_dim} {mark('D', detail)}")
 
 
-def _edges(barriers: tuple[Barrier, ...]) -> dict[tuple[str, str], list[str]]:
-    """Barrier names by (who arrives, who waits)."""
-    edges: dict[tuple[str, str], list[str]] = {}
-    for barrier in barriers:
-        for producer in barrier.producers:
-            for consumer in barrier.consumers:
-                edges.setdefault((producer.role, consumer.role), []).append(barrier.name)
-    return edges
-
-
 def roles(source, language, css_class, options, md, **kwargs) -> str:
-    """Fence `roles stage= head_dim= [part=]`: who signals whom, as a mermaid graph."""
+    """Fence `roles stage= head_dim= [part=]`: who signals whom, a lane for each role."""
     _, _, plan = _plan(options)
-    lines = ["flowchart LR"]
-    for role in plan.roles:
-        lines.append(f'    {role.name}["{role.name}<br/>warps {_warps(role.warps)}"]')
-    for (producer, consumer), names in _edges(plan.barriers).items():
-        lines.append(f'    {producer} -->|"{", ".join(names)}"| {consumer}')
-    graph = html.escape("\n".join(lines), quote=False)
-    return f'<pre class="mermaid"><code>{graph}</code></pre>'
+    return f'<div class="fl-roles">\n{role_graph.svg(plan)}\n</div>'
 
 
 # --- results ------------------------------------------------------------------------------------

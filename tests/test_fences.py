@@ -11,7 +11,7 @@ markdown = pytest.importorskip("markdown", reason="the documentation extra is no
 pytest.importorskip("pymdownx", reason="the documentation extra is not installed")
 
 import flash_ladder  # noqa: E402
-from flash_ladder.common import fences, plan  # noqa: E402
+from flash_ladder.common import fences, plan, role_graph  # noqa: E402
 
 RUN = {
     "date": "2026-11-29",
@@ -292,14 +292,24 @@ def test_tables_and_graph_of_a_pipeline(monkeypatch):
     assert "LOAD: 48" in table("declared") and "128x128x16" in table("declared")
     assert "restricted" in table("envelope")
     graph = fence('roles stage="03" head_dim="128"')
-    assert graph.startswith('<pre class="mermaid"><code>flowchart LR')
-    assert 'LOAD["LOAD&lt;br/&gt;warps 0"]' in graph and "warps 1-3" in graph
-    assert 'LOAD --&gt;|"kv_full"| MMA' in graph and 'MMA --&gt;|"kv_empty"| LOAD' in graph
+    assert "kv_full: LOAD → MMA; kv_empty: MMA → LOAD" in graph  # in words, for who cannot see it
+    assert ">warp 0</text>" in graph and ">warps 1-3</text>" in graph
 
 
-def test_roles_of_stage_01():
+def test_role_graph_draws_who_arrives_and_who_waits():
+    """Lanes are 98 wide from 96 on: LOAD's is at 145, MMA's at 243; rows are 24 apart from 60."""
+    full, empty = re.findall(r"<g>.*?</g>", role_graph.svg(PIPELINE))
+    assert f'cx="145" cy="60" r="{role_graph.DOT}"' in full and 'd="M243,60L235,55V65Z"' in full
+    assert f'cx="243" cy="84" r="{role_graph.DOT}"' in empty and 'd="M145,84L153,79V89Z"' in empty
+    assert "Guards K &amp; V" in full
+
+
+def test_role_graph_rings_who_arrives_and_waits():
     graph = fence('roles stage="01" head_dim="128"')
-    assert 'COMPUTE --&gt;|"kv_full, kv_empty"| COMPUTE' in graph
+    assert "kv_full: COMPUTE → COMPUTE; kv_empty: COMPUTE → COMPUTE" in graph
+    rows = re.findall(r"<g>.*?</g>", graph)
+    assert [row.count("<circle") for row in rows] == [2, 2]  # a dot in a ring, no arrowhead
+    assert not any(role_graph.WAITS in row and "Z" in row for row in rows)
 
 
 def test_results_without_evidence(pair):
