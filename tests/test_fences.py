@@ -395,6 +395,7 @@ def test_timeline_errors_end_the_build():
 
 def test_ladder_names_every_stage_and_its_status(pair, monkeypatch):
     monkeypatch.setattr(fences, "stage_config", lambda number: Config)
+    monkeypatch.setattr(fences, "_rung_cells", lambda number: ["1"] * 5)
     (pair[0] / "README.md").write_text("# 01\n")
     page = fence("ladder")
     assert page.count("<tr>") == 1 + len(flash_ladder.STAGES)
@@ -405,6 +406,18 @@ def test_ladder_names_every_stage_and_its_status(pair, monkeypatch):
     failing = {**RUN, "tests": {"failed": 1}}
     (pair[0] / "evidence.json").write_text(json.dumps({"runs": [RUN, failing]}))
     assert "fails on NVIDIA H200" in fence("ladder")
+
+
+def test_rungs_show_step_cycles_and_error_each_with_its_mark():
+    step, wide, narrow, error, torchs = fences._rung_cells(4)
+    assert step.startswith("+87 −37 <abbr") and "</abbr>" in step
+    assert wide.startswith("1,688 <abbr") and narrow.startswith("1,342 <abbr")
+    assert float(error.split()[0]) < float(torchs.split()[0]) < 1e-3
+    assert "gaussian inputs in bf16, head dim 128" in error and "derived: SM model" in torchs
+    _, wide, narrow, *_ = fences._rung_cells(7)
+    assert wide.index("backward_1cta") < wide.index("<br>") < wide.index("backward_2cta")
+    assert "backward_1cta" in narrow and "<br>" not in narrow  # the pair has no head dim 64
+    assert fences._rung_cells(1)[0] == "-"
 
 
 def test_mark_refuses_unknown_letters():
