@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ten-minute paths can be followed word for word: their commands exist, run, print the text."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from flash_ladder.common import cli
+
+ROOT = Path(__file__).parent.parent
+PATHS = sorted((ROOT / "docs" / "paths").glob("*.md"))
+TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+
+
+def blocks(path: Path) -> list[tuple[str, str]]:
+    return BLOCK.findall(path.read_text(encoding="utf-8"))
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The commands of the page's bash blocks, as words; a loop's variable has its first value."""
+    found = []
+    for language, text in blocks(path):
+        if language == "bash" and "python -c" not in text:
+            for line in text.replace("$n", "1").splitlines():
+                found += [shlex.split(part) for part in re.split(r";|\|\|", line)]
+    return [words for words in found if words]
+
+
+def programs(path: Path) -> list[str]:
+    return re.findall(r"python -c '\n(.*?)'", path.read_text(encoding="utf-8"), re.S)
+
+
+def test_there_are_three_paths():
+    assert [path.stem for path in PATHS] == ["blackwell", "hopper", "no-gpu"]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_every_command_exists(path):
+    ladder = typer.main.get_command(cli.app)
+    seen = set()
+    for words in commands(path):
+        if "flash-ladder" in words:
+            name, *arguments = words[words.index("flash-ladder") + 1 :]
+            ladder.commands[name].make_context(name, arguments)  # raises for an unknown option
+        elif words[0] == "make":
+            assert words[1] in TARGETS
+        elif words[0] == "pytest":
+            assert (ROOT / words[1]).is_dir()
+        else:
+            assert words[0] in (".", "for", "true", "break", "done"), words
+        seen.add(words[0])
+    assert {"make", ".", "flash-ladder"} <= seen
+
+
+def test_without_a_gpu_every_command_prints_what_is_shown(dsl, ladder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed, shown = "", 0
+    for language, text in blocks(ROOT / "docs" / "paths" / "no-gpu.md"):
+        if language == "text" and printed:
+            shown += 1
+            assert text.strip() in " ".join(printed.split())
+        elif language == "bash":
+            printed = ""
+            for line in text.splitlines():
+                words = shlex.split(line.removesuffix("|| true"))
+                if words[0] == "flash-ladder":
+                    code, out, error = ladder(*words[1:])
+                    assert code == (1 if "|| true" in line else 0), error
+                    printed += out
+    assert shown == 5
+    assert (tmp_path / "timeline.html").is_file()
+
+
+def test_tensor_core_is_as_busy_as_the_path_says(ladder):
+    """Less than a fifth of the time in stage 02, about three times that in stage 03."""
+    busy = []
+    for number in ("2", "3"):
+        _, out, _ = ladder("model", number, "--json")
+        busy.append(json.loads(out)["derived"]["utilisation"]["tensor"])
+    assert busy[0] < 0.2 and 2.7 < busy[1] / busy[0] < 3.3
+
+
+@pytest.mark.parametrize("number, mode", [(1, "native"), (4, "rewritten")])
+def test_counts_of_the_hopper_path_are_those_of_the_evidence(number, mode):
+    page = (ROOT / "docs" / "paths" / "hopper.md").read_text(encoding="utf-8")
+    evidence = json.loads((ROOT / "stages" / f"{number:02d}" / "evidence.json").read_text())
+    run = next(run for run in evidence["runs"] if run["mode"] == mode)
+    assert f"all {run['tests']['passed']} (M)" in page
+    source = f"driver {run['driver']}, {run['date']}, `{run['command']}`)"
+    assert source in " ".join(page.split())
+    for timing in run["timings"]:
+        assert f"{timing['ms']:.1f} ms" in page
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_programs_run(path):
+    code = programs(path)
+    assert len(code) == (0 if path.stem == "no-gpu" else 1)
+    for text in code:
+        compile(text, str(path), "exec")
+    if code and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU here; the program was only compiled")
+    for text in code:
+        subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, timeout=300)
