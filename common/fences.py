@@ -555,17 +555,17 @@ RUNG_HEADINGS = [
     "stage",
     "one idea",
     "code lines",
-    "cycles, head dim 128",
-    "cycles, head dim 64",
+    "cycles, d 128",
+    "cycles, d 64",
     "error",
     "torch's",
     "status",
 ]
-LADDER_CAPTION = (
-    "Code lines of the forward that come and go, models not counted. Cycles: what a CTA needs for "
-    "128 queries and 128 keys in the steady state. Error: root mean square over out (stage 07: "
-    "dQ), beside that of torch in the same precision. None of it was timed on a Blackwell GPU."
-)
+
+
+def _whole(text: str) -> str:
+    """HTML of a number and its mark that stay on one line."""
+    return f'<span class="fl-number">{text}</span>'
 
 
 def _rung_cells(number: int) -> list[str]:
@@ -578,10 +578,11 @@ def _rung_cells(number: int) -> list[str]:
     if number - 1 in flash_ladder.built():
         folders = [stage_folder(side) for side in (number - 1, number)]
         stats = stage_diff_stats(*folders, without=("model.py",))
-        step = f"+{stats.added} −{stats.removed} {mark('D', 'common.diff.stage_diff_stats')}"
+        size = f"+{stats.added} −{stats.removed}"
+        step = _whole(f"{size} {mark('D', 'common.diff.stage_diff_stats, models not counted')}")
     cycles = {
         head_dim: "<br>".join(
-            f"{rung.cycles:,.0f} {mark('D', model)}"
+            _whole(f"{rung.cycles:,.0f} {mark('D', model)}")
             + (f" {html.escape(rung.kernel.name)}" if rung.kernel.name else "")
             for rung in found
             if rung.head_dim == head_dim
@@ -591,7 +592,7 @@ def _rung_cells(number: int) -> list[str]:
     error = found[0].verdicts[0]["rms_abs"]
     detail = f"{model}, {rungs.GENERATOR} inputs in bf16, head dim {found[0].head_dim}"
     errors = [f"{value:.1e} {mark('D', detail)}" for value in (error.value, error.baseline)]
-    return [step, *cycles.values(), *errors]
+    return [step, *cycles.values(), *map(_whole, errors)]
 
 
 def ladder(source, language, css_class, options, md, **kwargs) -> str:
@@ -604,4 +605,4 @@ def ladder(source, language, css_class, options, md, **kwargs) -> str:
         if (folder / "kernel.py").is_file():
             cells = [html.escape(stage_config(number).IDEA), *_rung_cells(number)]
         rows.append([f"{number:02d} {label}", *cells, _status(number)])
-    return _table(RUNG_HEADINGS, rows, LADDER_CAPTION)
+    return _table(RUNG_HEADINGS, rows, "the ladder")

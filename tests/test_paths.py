@@ -65,7 +65,8 @@ def test_without_a_gpu_every_command_prints_what_is_shown(dsl, ladder, tmp_path,
     for language, text in blocks(ROOT / "docs" / "paths" / "no-gpu.md"):
         if language == "text" and printed:
             shown += 1
-            assert text.strip() in " ".join(printed.split())
+            for line in text.replace("...", "").splitlines():
+                assert " ".join(line.split()) in " ".join(printed.split())
         elif language == "bash":
             printed = ""
             for line in text.splitlines():
@@ -74,17 +75,8 @@ def test_without_a_gpu_every_command_prints_what_is_shown(dsl, ladder, tmp_path,
                     code, out, error = ladder(*words[1:])
                     assert code == (1 if "|| true" in line else 0), error
                     printed += out
-    assert shown == 5
+    assert shown == 6
     assert (tmp_path / "timeline.html").is_file()
-
-
-def test_tensor_core_is_as_busy_as_the_path_says(ladder):
-    """Less than a fifth of the time in stage 02, about three times that in stage 03."""
-    busy = []
-    for number in ("2", "3"):
-        _, out, _ = ladder("model", number, "--json")
-        busy.append(json.loads(out)["derived"]["utilisation"]["tensor"])
-    assert busy[0] < 0.2 and 2.7 < busy[1] / busy[0] < 3.3
 
 
 @pytest.mark.parametrize("number, mode", [(1, "native"), (4, "rewritten")])
