@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ten-minute paths can be followed word for word: their commands exist, run, print the text."""
+"""Commands and programs of the pages exist; the ten-minute paths can be followed word for word."""
 
+import ast
+import importlib.util
 import json
 import re
 import shlex
@@ -15,6 +17,11 @@ from flash_ladder.common import cli
 
 ROOT = Path(__file__).parent.parent
 PATHS = sorted((ROOT / "docs" / "paths").glob("*.md"))
+TEXTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "stages").glob("*/README.md")),
+]
 TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 
@@ -29,7 +36,8 @@ def commands(path: Path) -> list[list[str]]:
     for language, text in blocks(path):
         if language == "bash" and "python -c" not in text:
             for line in text.replace("$n", "1").splitlines():
-                found += [shlex.split(part) for part in re.split(r";|\|\|", line)]
+                parts = re.split(r";|\|\|", line.split("#")[0])
+                found += [shlex.split(part) for part in parts]
     return [words for words in found if words]
 
 
@@ -41,22 +49,55 @@ def test_there_are_three_paths():
     assert [path.stem for path in PATHS] == ["blackwell", "hopper", "no-gpu"]
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_every_command_exists(path):
-    ladder = typer.main.get_command(cli.app)
-    seen = set()
+def check_command(words: list[str]) -> None:
+    """Nothing is run; an unknown option raises."""
+    if "flash-ladder" in words:
+        name, *arguments = words[words.index("flash-ladder") + 1 :]
+        typer.main.get_command(cli.app).commands[name].make_context(name, arguments)
+    elif words[0] == "make":
+        assert words[1] in TARGETS
+    elif words[0] == "pytest":
+        for name in (word for word in words[1:] if "/" in word):
+            assert (ROOT / name).exists(), name
+    elif words[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(words[2]), words[2]
+    else:
+        assert words[0] in (".", "git", "for", "true", "break", "done"), words
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_and_name_exists(path):
     for words in commands(path):
-        if "flash-ladder" in words:
-            name, *arguments = words[words.index("flash-ladder") + 1 :]
-            ladder.commands[name].make_context(name, arguments)  # raises for an unknown option
-        elif words[0] == "make":
-            assert words[1] in TARGETS
-        elif words[0] == "pytest":
-            assert (ROOT / words[1]).is_dir()
-        else:
-            assert words[0] in (".", "for", "true", "break", "done"), words
-        seen.add(words[0])
-    assert {"make", ".", "flash-ladder"} <= seen
+        check_command(words)
+    for language, text in blocks(path):
+        if language == "python":
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.ImportFrom) and node.module.startswith("flash_ladder"):
+                    module = importlib.import_module(node.module)
+                    assert all(hasattr(module, alias.name) for alias in node.names), text
+            if "import torch" in text and "cuda" not in text:
+                exec(compile(text, str(path), "exec"), {})
+
+
+WRONG = {
+    "flash-ladder model 1 --no": "No such option: --no",
+    "flash-ladder nothing": "nothing",
+    "make x": "assert 'x' in",
+    "pytest stages/99": "stages/99",
+    "python -m flash_ladder.common.nothing": "nothing",
+    "rm x": "'rm', 'x'",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_commands_are_noticed(line):
+    with pytest.raises(Exception, match=WRONG[line]):
+        check_command(line.split())
+
+
+def test_paths_begin_with_make_and_use_the_command_line():
+    for path in PATHS:
+        assert [words[0] for words in commands(path)][:3] == ["make", ".", "flash-ladder"]
 
 
 def test_without_a_gpu_every_command_prints_what_is_shown(dsl, ladder, tmp_path, monkeypatch):
