@@ -18,8 +18,7 @@ test: $(READY) lint
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest -q -rs $(PYTEST_ARGS)
 
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "site/index.html"
+	$(BIN)/python -m flash_ladder.common.site
 
 figures: $(READY)
 	$(BIN)/python -m flash_ladder.common.figures
@@ -37,4 +36,4 @@ $(READY): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) site build dist *.egg-info
+	rm -rf $(VENV) site site-zensical screenshots build dist *.egg-info

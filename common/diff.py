@@ -202,16 +202,17 @@ def _movable(lines: list[str]) -> Counter:
     return Counter(line for line in stripped if sum(map(str.isalnum, line)) >= MOVED_MIN_CHARS)
 
 
-def stage_diff_stats(a: Path, b: Path) -> DiffStats:
+def stage_diff_stats(a: Path, b: Path, without: tuple[str, ...] = ()) -> DiffStats:
     """Size of the step from stage folder `a` to stage folder `b`.
 
     Only code counts: comments, blank lines, docstrings, README, evidence and test files do not.
+    without: names of further files that do not.
     """
     removed: list[str] = []
     added: list[str] = []
     files = []
     for name in stage_files(a, b):
-        if name.startswith("test_"):
+        if name.startswith("test_") or name in without:
             continue
         gone, came = _changes(a / name, b / name)
         removed.extend(gone)

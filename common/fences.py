@@ -21,9 +21,10 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 from pymdownx.superfences import SuperFencesException
 
-from .diff import diff_file
+from . import role_graph
+from .diff import diff_file, stage_diff_stats
 from .figures import FIGURES
-from .plan import Arrival, Barrier, Plan
+from .plan import Arrival, Plan
 from .primers import DRAWINGS, INTERACTIVE
 from .stage import KernelSource
 
@@ -344,26 +345,10 @@ def config_table(source, language, css_class, options, md, **kwargs) -> str:
     return _table(headings, rows, f"{table} · head dim {head_dim} {mark('D', detail)}")
 
 
-def _edges(barriers: tuple[Barrier, ...]) -> dict[tuple[str, str], list[str]]:
-    """Barrier names by (who arrives, who waits)."""
-    edges: dict[tuple[str, str], list[str]] = {}
-    for barrier in barriers:
-        for producer in barrier.producers:
-            for consumer in barrier.consumers:
-                edges.setdefault((producer.role, consumer.role), []).append(barrier.name)
-    return edges
-
-
 def roles(source, language, css_class, options, md, **kwargs) -> str:
-    """Fence `roles stage= head_dim= [part=]`: who signals whom, as a mermaid graph."""
+    """Fence `roles stage= head_dim= [part=]`: who signals whom, a lane for each role."""
     _, _, plan = _plan(options)
-    lines = ["flowchart LR"]
-    for role in plan.roles:
-        lines.append(f'    {role.name}["{role.name}<br/>warps {_warps(role.warps)}"]')
-    for (producer, consumer), names in _edges(plan.barriers).items():
-        lines.append(f'    {producer} -->|"{", ".join(names)}"| {consumer}')
-    graph = html.escape("\n".join(lines), quote=False)
-    return f'<pre class="mermaid"><code>{graph}</code></pre>'
+    return f'<div class="fl-roles">\n{role_graph.svg(plan)}\n</div>'
 
 
 # --- results ------------------------------------------------------------------------------------
@@ -619,14 +604,58 @@ def _status(number: int) -> str:
     return f"{html.escape(text)} {mark('M', _source_of(last))}"
 
 
+RUNG_HEADINGS = [
+    "stage",
+    "one idea",
+    "code lines",
+    "cycles, d 128",
+    "cycles, d 64",
+    "error",
+    "torch's",
+    "status",
+]
+
+
+def _whole(text: str) -> str:
+    """HTML of a number and its mark that stay on one line."""
+    return f'<span class="fl-number">{text}</span>'
+
+
+def _rung_cells(number: int) -> list[str]:
+    """Cells of a written stage under "code lines" ... "torch's", all derived."""
+    from . import rungs
+
+    found = rungs.rungs(number)
+    model = "SM model with the figures of a B200, common/rungs.py"
+    step = "-"
+    if number - 1 in flash_ladder.built():
+        folders = [stage_folder(side) for side in (number - 1, number)]
+        stats = stage_diff_stats(*folders, without=("model.py",))
+        size = f"+{stats.added} −{stats.removed}"
+        step = _whole(f"{size} {mark('D', 'common.diff.stage_diff_stats, models not counted')}")
+    cycles = {
+        head_dim: "<br>".join(
+            _whole(f"{rung.cycles:,.0f} {mark('D', model)}")
+            + (f" {html.escape(rung.kernel.name)}" if rung.kernel.name else "")
+            for rung in found
+            if rung.head_dim == head_dim
+        )
+        for head_dim in rungs.HEAD_DIMS
+    }
+    error = found[0].verdicts[0]["rms_abs"]
+    detail = f"{model}, {rungs.GENERATOR} inputs in bf16, head dim {found[0].head_dim}"
+    errors = [f"{value:.1e} {mark('D', detail)}" for value in (error.value, error.baseline)]
+    return [step, *cycles.values(), *map(_whole, errors)]
+
+
 def ladder(source, language, css_class, options, md, **kwargs) -> str:
-    """Fence `ladder`: the stages, one idea each, and how far each has come."""
+    """Fence `ladder`: the stages, one idea each, what it changes and gains, how far it has come."""
     rows = []
     for number, name in flash_ladder.STAGES.items():
-        folder, label = stage_folder(number), html.escape(name)
+        folder, label, cells = stage_folder(number), html.escape(name), ["-"] * 6
         if (folder / "README.md").is_file():
             label = f'<a href="stages/{number:02d}/">{label}</a>'
-        written = (folder / "kernel.py").is_file()
-        idea = html.escape(stage_config(number).IDEA) if written else "-"
-        rows.append([f"{number:02d}", label, idea, _status(number)])
-    return _table(["stage", "name", "one idea", "status"], rows, "the ladder")
+        if (folder / "kernel.py").is_file():
+            cells = [html.escape(stage_config(number).IDEA), *_rung_cells(number)]
+        rows.append([f"{number:02d} {label}", *cells, _status(number)])
+    return _table(RUNG_HEADINGS, rows, "the ladder")

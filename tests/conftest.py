@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from flash_ladder import load
-from flash_ladder.common import cli, contract
+from flash_ladder.common import cli, contract, site
 from typer.testing import CliRunner
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -27,6 +27,23 @@ def dsl():
     reason = contract.compile_skip_reason()
     if reason:
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def built_site(tmp_path_factory):
+    """Builds the site with "mkdocs" or "zensical", once each; gives its folder, or skips."""
+    folders: dict[str, pathlib.Path] = {}
+
+    def built(builder: str) -> pathlib.Path:
+        lacking = site.missing(builder)
+        if lacking:
+            pytest.skip(f"{lacking} not installed: extra 'docs'")
+        if builder not in folders:
+            folder = tmp_path_factory.mktemp(builder) / "site"
+            folders[builder] = site.build(builder, folder)
+        return folders[builder]
+
+    return built
 
 
 @pytest.fixture

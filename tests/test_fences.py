@@ -12,7 +12,7 @@ markdown = pytest.importorskip("markdown", reason="the documentation extra is no
 pytest.importorskip("pymdownx", reason="the documentation extra is not installed")
 
 import flash_ladder  # noqa: E402
-from flash_ladder.common import fences, plan  # noqa: E402
+from flash_ladder.common import fences, plan, role_graph  # noqa: E402
 
 RUN = {
     "date": "2026-11-29",
@@ -293,14 +293,24 @@ def test_tables_and_graph_of_a_pipeline(monkeypatch):
     assert "LOAD: 48" in table("declared") and "128x128x16" in table("declared")
     assert "restricted" in table("envelope")
     graph = fence('roles stage="03" head_dim="128"')
-    assert graph.startswith('<pre class="mermaid"><code>flowchart LR')
-    assert 'LOAD["LOAD&lt;br/&gt;warps 0"]' in graph and "warps 1-3" in graph
-    assert 'LOAD --&gt;|"kv_full"| MMA' in graph and 'MMA --&gt;|"kv_empty"| LOAD' in graph
+    assert "kv_full: LOAD → MMA; kv_empty: MMA → LOAD" in graph  # in words, for who cannot see it
+    assert ">warp 0</text>" in graph and ">warps 1-3</text>" in graph
 
 
-def test_roles_of_stage_01():
+def test_role_graph_draws_who_arrives_and_who_waits():
+    """Lanes are 98 wide from 96 on: LOAD's is at 145, MMA's at 243; rows are 24 apart from 60."""
+    full, empty = re.findall(r"<g>.*?</g>", role_graph.svg(PIPELINE))
+    assert f'cx="145" cy="60" r="{role_graph.DOT}"' in full and 'd="M243,60L235,55V65Z"' in full
+    assert f'cx="243" cy="84" r="{role_graph.DOT}"' in empty and 'd="M145,84L153,79V89Z"' in empty
+    assert "Guards K &amp; V" in full
+
+
+def test_role_graph_rings_who_arrives_and_waits():
     graph = fence('roles stage="01" head_dim="128"')
-    assert 'COMPUTE --&gt;|"kv_full, kv_empty"| COMPUTE' in graph
+    assert "kv_full: COMPUTE → COMPUTE; kv_empty: COMPUTE → COMPUTE" in graph
+    rows = re.findall(r"<g>.*?</g>", graph)
+    assert [row.count("<circle") for row in rows] == [2, 2]  # a dot in a ring, no arrowhead
+    assert not any(role_graph.WAITS in row and "Z" in row for row in rows)
 
 
 def test_results_without_evidence(pair):
@@ -386,6 +396,7 @@ def test_timeline_errors_end_the_build():
 
 def test_ladder_names_every_stage_and_its_status(pair, monkeypatch):
     monkeypatch.setattr(fences, "stage_config", lambda number: Config)
+    monkeypatch.setattr(fences, "_rung_cells", lambda number: ["1"] * 5)
     (pair[0] / "README.md").write_text("# 01\n")
     page = fence("ladder")
     assert page.count("<tr>") == 1 + len(flash_ladder.STAGES)
@@ -396,6 +407,19 @@ def test_ladder_names_every_stage_and_its_status(pair, monkeypatch):
     failing = {**RUN, "tests": {"failed": 1}}
     (pair[0] / "evidence.json").write_text(json.dumps({"runs": [RUN, failing]}))
     assert "fails on NVIDIA H200" in fence("ladder")
+
+
+def test_rungs_show_step_cycles_and_error_each_with_its_mark():
+    step, wide, narrow, error, torchs = fences._rung_cells(4)
+    assert ">+87 −37 <abbr" in step and "</abbr>" in step
+    assert ">1,688 <abbr" in wide and ">1,342 <abbr" in narrow
+    value, own = (float(re.search(r">(\S+) <abbr", cell)[1]) for cell in (torchs, error))
+    assert own < value < 1e-3
+    assert "gaussian inputs in bf16, head dim 128" in error and "derived: SM model" in torchs
+    _, wide, narrow, *_ = fences._rung_cells(7)
+    assert wide.index("backward_1cta") < wide.index("<br>") < wide.index("backward_2cta")
+    assert "backward_1cta" in narrow and "<br>" not in narrow  # the pair has no head dim 64
+    assert fences._rung_cells(1)[0] == "-"
 
 
 def test_mark_refuses_unknown_letters():

@@ -1,74 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site builds strictly, and what its navigation and its links name exists."""
+"""The site builds strictly with both builders, and each page holds what the checks demand."""
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 
+pytest.importorskip("yaml", reason="the documentation extra is not installed")
+
+from flash_ladder.common import site as building
+from flash_ladder.common import site_checks as checks
+
 ROOT = Path(__file__).parent.parent
-MISSING = [name for name in ("mkdocs", "material") if importlib.util.find_spec(name) is None]
-BUILD = """
-import runpy, sys
-runpy.run_path("conftest.py")  # makes the checkout importable as flash_ladder
-sys.argv = ["mkdocs", "build", "--strict", "--site-dir", sys.argv[1]]
-runpy.run_module("mkdocs", run_name="__main__")
-"""
-
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} not installed: extra 'docs'")
+PAGES = checks.nav_pages(ROOT / "mkdocs.yml")
+STAGE_PAGES = [page.removesuffix("/index.md") for page in PAGES if page.startswith("stages/")]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The folder of the built site."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-c", BUILD, str(folder)]
-    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+@pytest.mark.parametrize("builder", building.FOLDERS)
+def test_the_site_has_no_problems(builder, built_site):
+    assert checks.problems(built_site(builder), PAGES) == []
 
 
-def nav_pages() -> list[str]:
-    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1].split("\n\n")[0]
-    return re.findall(r"(\S+)\.md$", nav, re.M)
-
-
-def test_every_page_of_the_navigation_is_built(site):
-    pages = nav_pages()
-    assert len(pages) >= 4
-    for page in pages:
-        folder = site / page.removesuffix("index")
-        assert (folder / "index.html").is_file(), page
+def test_both_builders_write_the_same_pages(built_site):
+    found = []
+    for builder in building.FOLDERS:
+        folder = built_site(builder)
+        found.append({path.relative_to(folder) for path in folder.rglob("index.html")})
+    assert found[0] == found[1] and len(found[0]) == len(PAGES) >= 17
 
 
 def test_every_page_is_in_the_navigation():
-    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
-    assert {Path(name).as_posix() for name in written} == {f"{page}.md" for page in nav_pages()}
+    docs = ROOT / "docs"
+    assert {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} == set(PAGES)
 
 
-def test_links_inside_the_site_resolve(site):
-    broken = []
-    for page in site.rglob("index.html"):
-        for link in re.findall(r'(?:href|src)="([^"]+)"', page.read_text(encoding="utf-8")):
-            path = unquote(link.split("#")[0].split("?")[0])
-            if not path or re.match(r"[a-z]+:|/", path):
-                continue
-            target = page.parent / path
-            if not (target.is_file() or (target / "index.html").is_file()):
-                broken.append(f"{page.relative_to(site)}: {link}")
-    assert not broken
+BROKEN = {
+    "fence": '```roles stage="01" head_dim="17"\nbody\n```\n',
+    "link": "[elsewhere](nothing.md)\n",
+    "snippet": '--8<-- "nothing.md"\n',
+}
+
+
+@pytest.mark.parametrize("builder", building.FOLDERS)
+def test_a_broken_page_ends_the_build(builder, built_site, tmp_path):
+    built_site(builder)  # or skips when the builder is not installed
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    config = re.sub(r"(?m)^nav:\n(?:  .*\n)+", "nav:\n  - Start: index.md\n", config)
+    (tmp_path / "mkdocs.yml").write_text(config, encoding="utf-8")
+    page = tmp_path / "docs" / "index.md"
+    page.parent.mkdir()
+    page.write_text("# Start\n\nAll is well.\n", encoding="utf-8")
+    building.build(builder, tmp_path / "out", tmp_path)
+    for what, text in BROKEN.items():
+        page.write_text(f"# Start\n\n{text}", encoding="utf-8")
+        with pytest.raises(building.BuildError, match=f"{builder} refused the site"):
+            building.build(builder, tmp_path / "out", tmp_path)
+            pytest.fail(f"a broken {what} was built")
+
+
+def test_a_builder_that_is_missing_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(building.NEEDED, "zensical", ("no_such_builder",))
+    with pytest.raises(building.BuildError, match=r"no_such_builder.*pip install"):
+        building.build("zensical", tmp_path)
+
+
+# --- the checks themselves ----------------------------------------------------------------------
+
+
+def problems_of(tmp_path, body: str) -> str:
+    """What is wrong with a page of this body, beside a page other/ and a file of 1.5 MB."""
+    for name, text in (("index.html", body), ("other/index.html", '<h1 id="there">Other</h1>')):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"<html><body><article>{text}</article></body></html>", encoding="utf-8")
+    (tmp_path / "large.js").write_bytes(b" " * checks.MAX_PAGE_BYTES)
+    checks.read_page.cache_clear()
+    return "\n".join(checks.problems(tmp_path, ["index.md", "other.md"]))
+
+
+GOOD = """
+<p><a href="other/#there">there</a> <a href="https://example.org/">elsewhere</a></p>
+<p>It is 40 % faster: 1358 TFLOP/s (D), and 1613 TFLOP/s <abbr class="fl-mark">Q</abbr>.</p>
+<img src="data:image/gif;base64,AAAA" alt="a dot"><svg role="img" aria-label="a graph"></svg>
+<p>The marks stand here (D).</p><table><tr><th>TFLOP/s</th><td>12</td></tr></table>
+<pre>at most 2,243 TFLOP/s (derived)</pre><p>Counted in TFLOP/s, as Q and K are.</p>
+<span class="twemoji"><svg></svg></span>
+"""
+BAD = {
+    '<a href="nothing/">x</a>': "link nothing/ leads nowhere",
+    '<a href="other/#here">x</a>': "no anchor #here",
+    '<a href="#here">x</a>': "no anchor #here",
+    '<a href="/other/">x</a>': "starts at the host's root",
+    '<img src="gone.png" alt="x">': "link gone.png leads nowhere",
+    '<script src="https://example.org/x.js"></script>': "loads https://example.org/x.js",
+    '<link rel="stylesheet" href="//example.org/x.css">': "<link> loads //example.org/x.css",
+    '<link rel="preconnect" href="https://fonts.example">': "loads https://fonts.example",
+    '<img srcset="large.js 1x, https://a.b/c 2x" alt="x">': "<img> loads https://a.b/c",
+    "<style>@import 'https://a.b/c.css';</style>": "<style> loads https://a.b/c.css",
+    '<p style="background: url(https://a.b/c)"></p>': "<style> loads https://a.b/c",
+    '<pre class="mermaid">flowchart</pre>': "mermaid",
+    '<img src="large.js">': "image large.js has no alt text",
+    "<svg></svg>": "an inline SVG",
+    '<svg role="img"></svg>': "an inline SVG",
+    '<script src="large.js"></script>': "the limit is 1,500,000",
+    "<p>It reaches 1 358 TFLOP/s.</p>": "a speed without its mark M, D or Q: It reaches",
+    "<p>Q is read at 12 TFLOP/s.</p>": "a speed without",
+    "<p>None.</p><table><tr><th>TFLOP/s</th><td>12</td></tr></table>": "a speed without",
+    "<pre>12 TFLOP/s</pre>": "a speed without",
+}
+
+
+def test_checks_pass_a_good_page(tmp_path):
+    assert problems_of(tmp_path, GOOD) == ""
+
+
+@pytest.mark.parametrize("body", BAD)
+def test_checks_refuse(body, tmp_path):
+    found = problems_of(tmp_path, body)
+    assert BAD[body] in found and found.startswith("index.html: ")
+
+
+def test_checks_find_missing_pages_and_styles_from_outside(tmp_path):
+    (tmp_path / "x.css").write_text("a { src: url('https://a.b/font.woff2') }", encoding="utf-8")
+    found = checks.problems(tmp_path, ["index.md", "a/b.md"])
+    assert found == [
+        "index.md: in the navigation, but not in the site",
+        "a/b.md: in the navigation, but not in the site",
+        "x.css: loads https://a.b/font.woff2 from outside",
+    ]
+
+
+# --- what pages show ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(built_site):
+    """The folder of the site as MkDocs builds it."""
+    return built_site("mkdocs")
 
 
 def test_stage_page_shows_source_tables_and_evidence(site):
     page = (site / "stages" / "01" / "index.html").read_text(encoding="utf-8")
     assert "exponentials" in page and "stages/01/softmax.py" in page
-    assert "<caption>barriers" in page and '<pre class="mermaid">' in page
+    assert "<caption>barriers" in page and '<div class="fl-roles">' in page
     assert "Not yet executed on hardware." in page or ">M</abbr>" in page
     assert "language-stage-diff" not in page and "```" not in page  # no fence fell through
 
@@ -96,17 +170,19 @@ HEADINGS = [
 ]
 
 
-@pytest.mark.parametrize("page", [page for page in nav_pages() if page.startswith("stages/")])
-def test_stage_page_follows_the_template(page, site):
-    folder = page.removesuffix("/index")
+@pytest.mark.parametrize("folder", STAGE_PAGES)
+def test_stage_page_follows_the_template(folder, site):
     text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"^## (.+)$", text, re.M) == HEADINGS
     assert "**Prediction.**" in text and text.count("<summary>") == 3
-    built = (site / folder / "index.html").read_text(encoding="utf-8")
-    assert "<caption>barriers" in built and '<pre class="mermaid">' in built and "```" not in built
+    page = (site / folder / "index.html").read_text(encoding="utf-8")
+    assert "<caption>barriers" in page and '<div class="fl-roles">' in page and "```" not in page
 
 
-@pytest.mark.parametrize("page", [page for page in nav_pages() if page.startswith("primers/")])
+PRIMERS = [page.removesuffix(".md") for page in PAGES if page.startswith("primers/")]
+
+
+@pytest.mark.parametrize("page", PRIMERS)
 def test_a_primer_is_built_with_its_drawings_and_scripts(page, site):
     built = (site / page / "index.html").read_text(encoding="utf-8")
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")

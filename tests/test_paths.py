@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands and programs of the pages exist; the ten-minute paths can be followed word for word."""
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from flash_ladder.common import cli
+
+ROOT = Path(__file__).parent.parent
+PATHS = sorted((ROOT / "docs" / "paths").glob("*.md"))
+TEXTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "stages").glob("*/README.md")),
+]
+TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+
+
+def blocks(path: Path) -> list[tuple[str, str]]:
+    return BLOCK.findall(path.read_text(encoding="utf-8"))
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The commands of the page's bash blocks, as words; a loop's variable has its first value."""
+    found = []
+    for language, text in blocks(path):
+        if language == "bash" and "python -c" not in text:
+            for line in text.replace("$n", "1").splitlines():
+                parts = re.split(r";|\|\|", line.split("#")[0])
+                found += [shlex.split(part) for part in parts]
+    return [words for words in found if words]
+
+
+def programs(path: Path) -> list[str]:
+    return re.findall(r"python -c '\n(.*?)'", path.read_text(encoding="utf-8"), re.S)
+
+
+def test_there_are_three_paths():
+    assert [path.stem for path in PATHS] == ["blackwell", "hopper", "no-gpu"]
+
+
+def check_command(words: list[str]) -> None:
+    """Nothing is run; an unknown option raises."""
+    if "flash-ladder" in words:
+        name, *arguments = words[words.index("flash-ladder") + 1 :]
+        typer.main.get_command(cli.app).commands[name].make_context(name, arguments)
+    elif words[0] == "make":
+        assert words[1] in TARGETS
+    elif words[0] == "pytest":
+        for name in (word for word in words[1:] if "/" in word):
+            assert (ROOT / name).exists(), name
+    elif words[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(words[2]), words[2]
+    else:
+        assert words[0] in (".", "git", "for", "true", "break", "done"), words
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_and_name_exists(path):
+    for words in commands(path):
+        check_command(words)
+    for language, text in blocks(path):
+        if language == "python":
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.ImportFrom) and node.module.startswith("flash_ladder"):
+                    module = importlib.import_module(node.module)
+                    assert all(hasattr(module, alias.name) for alias in node.names), text
+            if "import torch" in text and "cuda" not in text:
+                exec(compile(text, str(path), "exec"), {})
+
+
+WRONG = {
+    "flash-ladder model 1 --no": "No such option: --no",
+    "flash-ladder nothing": "nothing",
+    "make x": "assert 'x' in",
+    "pytest stages/99": "stages/99",
+    "python -m flash_ladder.common.nothing": "nothing",
+    "rm x": "'rm', 'x'",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_commands_are_noticed(line):
+    with pytest.raises(Exception, match=WRONG[line]):
+        check_command(line.split())
+
+
+def test_paths_begin_with_make_and_use_the_command_line():
+    for path in PATHS:
+        assert [words[0] for words in commands(path)][:3] == ["make", ".", "flash-ladder"]
+
+
+def test_without_a_gpu_every_command_prints_what_is_shown(dsl, ladder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed, shown = "", 0
+    for language, text in blocks(ROOT / "docs" / "paths" / "no-gpu.md"):
+        if language == "text" and printed:
+            shown += 1
+            for line in text.replace("...", "").splitlines():
+                assert " ".join(line.split()) in " ".join(printed.split())
+        elif language == "bash":
+            printed = ""
+            for line in text.splitlines():
+                words = shlex.split(line.removesuffix("|| true"))
+                if words[0] == "flash-ladder":
+                    code, out, error = ladder(*words[1:])
+                    assert code == (1 if "|| true" in line else 0), error
+                    printed += out
+    assert shown == 6
+    assert (tmp_path / "timeline.html").is_file()
+
+
+@pytest.mark.parametrize("number, mode", [(1, "native"), (4, "rewritten")])
+def test_counts_of_the_hopper_path_are_those_of_the_evidence(number, mode):
+    page = (ROOT / "docs" / "paths" / "hopper.md").read_text(encoding="utf-8")
+    evidence = json.loads((ROOT / "stages" / f"{number:02d}" / "evidence.json").read_text())
+    run = next(run for run in evidence["runs"] if run["mode"] == mode)
+    assert f"all {run['tests']['passed']} (M)" in page
+    source = f"driver {run['driver']}, {run['date']}, `{run['command']}`)"
+    assert source in " ".join(page.split())
+    for timing in run["timings"]:
+        assert f"{timing['ms']:.1f} ms" in page
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_programs_run(path):
+    code = programs(path)
+    assert len(code) == (0 if path.stem == "no-gpu" else 1)
+    for text in code:
+        compile(text, str(path), "exec")
+    if code and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU here; the program was only compiled")
+    for text in code:
+        subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, timeout=300)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ladder's numbers are those of the stages' pages, and come from the kernels they name."""
+
+import flash_ladder
+import pytest
+from flash_ladder.common import rungs
+
+
+def page(number: int) -> str:
+    return (flash_ladder.load(number).folder / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("head_dim, floor", [(128, "| head dim 128 | 1024"), (64, "| head dim 64")])
+def test_cycles_are_those_of_the_page_of_stage_04(head_dim, floor):
+    shown = [round(rungs.rung(number, "", head_dim).cycles) for number in (3, 4)]
+    row = next(line for line in page(4).splitlines() if line.startswith(floor) and "1024 |" in line)
+    assert f"| 1024 | {shown[0]} | {shown[1]} |" in row
+
+
+def test_cycles_are_those_of_the_page_of_the_backward():
+    one, one_64, pair = rungs.rungs(7)
+    assert [rung.kernel.tag for rung in (one, pair)] == ["07/backward_1cta", "07/backward_2cta"]
+    row = f"| cycles | {pair.cycles:.0f} | | {one.cycles:.0f} | | {one_64.cycles:.0f} |"
+    assert row in page(7)
+
+
+@pytest.mark.parametrize("number", flash_ladder.built())
+def test_every_rung_is_right(number):
+    found = rungs.rungs(number)
+    assert found and all(verdict.ok for rung in found for verdict in rung.verdicts)
+    assert [rung.kernel.number for rung in found] == [number] * len(found)
+
+
+def test_forward_rungs_have_the_same_inputs():
+    """Same-precision torch errs by the same on all of them."""
+    found = [rungs.rung(number, "", 128) for number in flash_ladder.built()]
+    assert len({rung.verdicts[0]["rms_abs"].baseline for rung in found}) == 1
