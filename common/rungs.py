@@ -12,14 +12,14 @@ from functools import cache
 
 import flash_ladder
 
-from . import inputs, judging
+from . import derived, inputs, judging
 from .model import B200
 from .numerics import Comparison
 from .stage import KernelSource
 
 HEAD_DIMS = (128, 64)
 TILE = 128  # queries and keys of a tile, whatever tiles the stage itself has
-SHORT, LONG = 8, 16  # tiles visited; the difference is the steady state
+VISITED = 8  # tiles, where errors are counted
 GENERATOR = "gaussian"
 
 
@@ -37,16 +37,17 @@ class Rung:
     verdicts: tuple[Comparison, ...]
 
 
-def _own_tiles(kernel: KernelSource, head_dim: int) -> int:
-    """Tiles of 128 rows that a CTA owns: of queries, or of keys in a backward."""
+def _tiles_in_one(kernel: KernelSource, head_dim: int) -> float:
+    """Tiles of 128 queries and 128 keys in what `derived.steady_cycles` counts."""
     if kernel.kind == "backward":
-        return kernel.config.KEY_TILES[head_dim]
-    return kernel.config.TILE_M * getattr(kernel.config, "Q_TILES", 1) // TILE
+        return 1.0
+    queries = kernel.config.TILE_M * getattr(kernel.config, "Q_TILES", 1)
+    return queries * kernel.config.TILE_N[head_dim] / TILE**2
 
 
-def _run(kernel: KernelSource, head_dim: int, visited: int):
-    """All CTAs of two owned tiles, each of which visits so many tiles: (problem, run)."""
-    sizes = (2 * TILE, visited * TILE)
+def _run(kernel: KernelSource, head_dim: int):
+    """All CTAs of two owned tiles, each of which visits VISITED tiles: (problem, run)."""
+    sizes = (2 * TILE, VISITED * TILE)
     queries, keys = sizes[::-1] if kernel.kind == "backward" else sizes
     shape = {"batch": 1, "seqlen_q": queries, "seqlen_k": keys, "heads": 1, "head_dim": head_dim}
     problem = inputs.make(GENERATOR, **shape)
@@ -57,13 +58,12 @@ def _run(kernel: KernelSource, head_dim: int, visited: int):
 def rung(number: int, part: str, head_dim: int) -> Rung:
     """Stage `number`, or one of its parts that compute gradients, at a head dim it accepts."""
     kernel = flash_ladder.load(number).part(part)
-    (_, short), (problem, long) = (_run(kernel, head_dim, visited) for visited in (SHORT, LONG))
-    cycles = (long.cta_cycles[0] - short.cta_cycles[0]) / (LONG - SHORT)
-    cycles /= _own_tiles(kernel, head_dim)
+    cycles = derived.steady_cycles(kernel, B200, head_dim) / _tiles_in_one(kernel, head_dim)
+    problem, run = _run(kernel, head_dim)
     if kernel.kind == "backward":
-        verdicts = judging.judge_gradients(problem, long.dq, long.dk, long.dv)
+        verdicts = judging.judge_gradients(problem, run.dq, run.dk, run.dv)
     else:
-        verdicts = judging.judge(problem, long.out, long.lse, kernel)
+        verdicts = judging.judge(problem, run.out, run.lse, kernel)
     return Rung(kernel, head_dim, cycles, tuple(verdicts))
 
 
