@@ -633,6 +633,8 @@ def _rung_cells(number: int) -> list[str]:
         stats = stage_diff_stats(*folders, without=("model.py",))
         size = f"+{stats.added} −{stats.removed}"
         step = _whole(f"{size} {mark('D', 'common.diff.stage_diff_stats, models not counted')}")
+        parts = set(stage_source(number).parts) - set(stage_source(number - 1).parts)
+        step += f"<br>{len(parts)} new kernels" if parts else ""
     cycles = {
         head_dim: "<br>".join(
             _whole(f"{rung.cycles:,.0f} {mark('D', model)}")

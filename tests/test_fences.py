@@ -411,7 +411,8 @@ def test_ladder_names_every_stage_and_its_status(pair, monkeypatch):
 
 def test_rungs_show_step_cycles_and_error_each_with_its_mark():
     step, wide, narrow, error, torchs = fences._rung_cells(4)
-    assert ">+87 −37 <abbr" in step and "</abbr>" in step
+    assert ">+87 −37 <abbr" in step and "</abbr>" in step and "new kernels" not in step
+    assert fences._rung_cells(7)[0].endswith("<br>4 new kernels")
     assert ">1,688 <abbr" in wide and ">1,342 <abbr" in narrow
     value, own = (float(re.search(r">(\S+) <abbr", cell)[1]) for cell in (torchs, error))
     assert own < value < 1e-3
