@@ -488,7 +488,10 @@ def read_kernel(kernel: CompiledKernel, ptxas: str = "") -> tuple[facts.PtxFacts
     ptxas: assembles the PTX anew, as `sass.assemble` takes it; "" is the DSL's own.
     """
     cubin = assemble(kernel.ptx, kernel.key.arch, ptxas) if ptxas else kernel.cubin
-    return facts.ptx_facts(kernel.ptx), report(cubin, d_qk=kernel.key.head_dim)
+    key = kernel.key
+    of_part = getattr(Stage(key.stage).part(key.part).config, "KEY_TILES", {})
+    tile = {"d_qk": key.head_dim, "key_tiles": of_part.get(key.head_dim, 1)}
+    return facts.ptx_facts(kernel.ptx), report(cubin, **tile)
 
 
 def declared_facts(stage: KernelSource, key: CompileKey) -> dict[str, object]:

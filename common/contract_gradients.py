@@ -114,9 +114,10 @@ def _some(part: Part, **changes) -> Case:
 
 
 def _each(stage: Stage, **changes) -> Iterator[tuple[Part, inputs.Problem]]:
-    """(part, a problem) for every backward part."""
+    """(part, a problem) for every backward part and head dim of it."""
     for part in stage.backwards:
-        yield part, _some(part, **changes).problem("cuda")
+        for head_dim in part.config.ENVELOPE.head_dims:
+            yield part, _some(part, head_dim=head_dim, **changes).problem("cuda")
 
 
 def _gradients(stage: Stage, tensors, dout, dlse=None) -> tuple[Tensor, ...]:
@@ -127,10 +128,10 @@ def _gradients(stage: Stage, tensors, dout, dlse=None) -> tuple[Tensor, ...]:
     return torch.autograd.grad([y for y, _ in pairs], leaves, [dy for _, dy in pairs])
 
 
-def _problem(stage: Stage, **changes) -> inputs.Problem:
-    """A problem for what `attention` takes at the last head dim."""
-    head_dim = changes.get("head_dim", stage.config.ENVELOPE.head_dims[-1])
-    return _some(stage.backward(head_dim), **changes).problem("cuda")
+def _problems(stage: Stage, **changes) -> Iterator[inputs.Problem]:
+    """A problem of every head dim, for the part that `attention` takes there."""
+    for head_dim in stage.config.ENVELOPE.head_dims:
+        yield _some(stage.backward(head_dim), head_dim=head_dim, **changes).problem("cuda")
 
 
 def _assert_same(wanted, found, tiles: int) -> None:
@@ -207,65 +208,65 @@ def gradients_live_nan(stage: Stage) -> None:
 
 def gradients_autograd(stage: Stage) -> None:
     """Autograd gives what the checked launches do, of out, of lse alone, and of both."""
-    problem = _problem(stage)
-    part = stage.backward(problem.q.shape[3])
-    tensors, tiles = (problem.q, problem.k, problem.v), problem.k.shape[1] // 128
-    dlse = _some(part, of_lse=True).dlse("cuda")
-    for dout, of_lse in ((problem.dout, None), (problem.dout, dlse), (None, dlse)):
-        found = _gradients(stage, tensors, dout, of_lse)
-        start = torch.zeros_like(problem.q) if dout is None else dout
-        given = replace(problem, dout=start)
-        made = run_gradients(stage, part, given, of_lse)
-        _judged(given, made, of_lse)
-        _assert_same((made.dq, made.dk, made.dv), found, tiles)
+    for problem in _problems(stage):
+        part = stage.backward(problem.q.shape[3])
+        tensors, tiles = (problem.q, problem.k, problem.v), problem.k.shape[1] // 128
+        dlse = _some(part, of_lse=True).dlse("cuda")
+        for dout, of_lse in ((problem.dout, None), (problem.dout, dlse), (None, dlse)):
+            found = _gradients(stage, tensors, dout, of_lse)
+            start = torch.zeros_like(problem.q) if dout is None else dout
+            given = replace(problem, dout=start)
+            made = run_gradients(stage, part, given, of_lse)
+            _judged(given, made, of_lse)
+            _assert_same((made.dq, made.dk, made.dv), found, tiles)
 
 
 def gradients_strided_dout(stage: Stage) -> None:
     """dO that lies otherwise: transposed, one for the whole batch, one number for all."""
-    problem = _problem(stage)
-    tensors, tiles = (problem.q, problem.k, problem.v), problem.k.shape[1] // 128
-    one, number = problem.dout[:1], problem.dout[:1, :1, :1, :1]
-    for dout in (
-        problem.dout.transpose(1, 2).contiguous().transpose(1, 2),
-        one.expand_as(problem.dout),
-        number.expand_as(problem.dout),
-    ):
-        wanted = _gradients(stage, tensors, dout.contiguous())
-        _assert_same(wanted, _gradients(stage, tensors, dout), tiles)
+    for problem in _problems(stage):
+        tensors, tiles = (problem.q, problem.k, problem.v), problem.k.shape[1] // 128
+        one, number = problem.dout[:1], problem.dout[:1, :1, :1, :1]
+        for dout in (
+            problem.dout.transpose(1, 2).contiguous().transpose(1, 2),
+            one.expand_as(problem.dout),
+            number.expand_as(problem.dout),
+        ):
+            wanted = _gradients(stage, tensors, dout.contiguous())
+            _assert_same(wanted, _gradients(stage, tensors, dout), tiles)
 
 
 def gradients_strided_views(stage: Stage) -> None:
     """(b, h, s, d) storage of Q, K, V; K and V with stride 0 along the batch."""
-    problem = _problem(stage)
-    tensors, tiles = (problem.q, problem.k, problem.v), problem.k.shape[1] // 128
-    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-    wanted = _gradients(stage, tensors, problem.dout)
-    _assert_same(wanted, _gradients(stage, turned, problem.dout), tiles)
-    shared = [problem.q, *(x[:1].expand_as(x) for x in tensors[1:])]
-    wanted = _gradients(stage, [x.contiguous() for x in shared], problem.dout)
-    _assert_same(wanted, _gradients(stage, shared, problem.dout), tiles)
+    for problem in _problems(stage):
+        tensors, tiles = (problem.q, problem.k, problem.v), problem.k.shape[1] // 128
+        turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+        wanted = _gradients(stage, tensors, problem.dout)
+        _assert_same(wanted, _gradients(stage, turned, problem.dout), tiles)
+        shared = [problem.q, *(x[:1].expand_as(x) for x in tensors[1:])]
+        wanted = _gradients(stage, [x.contiguous() for x in shared], problem.dout)
+        _assert_same(wanted, _gradients(stage, shared, problem.dout), tiles)
 
 
 def gradients_side_stream(stage: Stage) -> None:
     """The backward waits for work queued before it on a stream other than the default one."""
-    problem = _problem(stage)
-    tensors, tiles = (problem.q, problem.k, problem.v), problem.k.shape[1] // 128
-    wanted = _gradients(stage, tensors, problem.dout)
-    late = torch.full_like(problem.dout, float("nan"))
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(20_000_000)
-        late.copy_(problem.dout)
-        found = _gradients(stage, tensors, late)
-    torch.cuda.synchronize()
-    _assert_same(wanted, found, tiles)
+    for problem in _problems(stage):
+        tensors, tiles = (problem.q, problem.k, problem.v), problem.k.shape[1] // 128
+        wanted = _gradients(stage, tensors, problem.dout)
+        late = torch.full_like(problem.dout, float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(20_000_000)
+            late.copy_(problem.dout)
+            found = _gradients(stage, tensors, late)
+        torch.cuda.synchronize()
+        _assert_same(wanted, found, tiles)
 
 
 def gradients_many_heads(stage: Stage) -> None:
     """Batch x heads of 71 280, beyond what a second or third grid axis can count."""
     head_dim = stage.config.ENVELOPE.head_dims[0]
     sizes = {"batch": 1, "heads": 1, "seqlen_q": 128, "seqlen_k": 128, "head_dim": head_dim}
-    base = _problem(stage, **sizes)
+    base = _some(stage.backward(head_dim), **sizes).problem("cuda")
     tensors = base.q, base.k, base.v
     wanted = _gradients(stage, tensors, base.dout)
     many = [x.expand(264, -1, 270, -1) for x in (*tensors, base.dout)]
@@ -275,14 +276,14 @@ def gradients_many_heads(stage: Stage) -> None:
 
 def gradients_far_offsets(stage: Stage) -> None:
     """Element offsets beyond 2**31 in each tensor that comes in, by strides."""
-    problem = _problem(stage, heads=1)
-    far, tiles, tensors = 2**31 + 1024, problem.k.shape[1] // 128, []
-    given = problem.q, problem.k, problem.v, problem.dout
-    for x in given:
-        storage = torch.empty(far + x[0].numel(), dtype=x.dtype, device=x.device)
-        tensors.append(storage.as_strided(x.shape, (far, *x.stride()[1:])).copy_(x))
-    wanted = _gradients(stage, given[:3], given[3])
-    _assert_same(wanted, _gradients(stage, tensors[:3], tensors[3]), tiles)
+    for problem in _problems(stage, heads=1):
+        far, tiles, tensors = 2**31 + 1024, problem.k.shape[1] // 128, []
+        given = problem.q, problem.k, problem.v, problem.dout
+        for x in given:
+            storage = torch.empty(far + x[0].numel(), dtype=x.dtype, device=x.device)
+            tensors.append(storage.as_strided(x.shape, (far, *x.stride()[1:])).copy_(x))
+        wanted = _gradients(stage, given[:3], given[3])
+        _assert_same(wanted, _gradients(stage, tensors[:3], tensors[3]), tiles)
 
 
 GRADIENT_CHECKS: dict[str, Callable[[Stage], None]] = {

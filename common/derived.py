@@ -141,7 +141,7 @@ def simulate(
     run = _one_cta(stage, on, *(rows, keys)[::turn], sizes.head_dim)
     short = run if keys == SIMULATED_KEYS else None
     phases = timeline.phases(run, steady_cycles(stage, on, sizes.head_dim, rows, short))
-    tile_m = math.ceil(rows / run.ctas)
+    tile_m = math.prod(cta_tiles(stage, sizes.head_dim))
     cluster = getattr(stage.config, "CTAS", 1)  # that run as one
     places = on.with_changes({"sms": on["sms"] // cluster}) if cluster > 1 else on
     if sizes.mask:
@@ -283,9 +283,11 @@ def _check_sizes(stage: KernelSource, sizes: Sizes) -> None:
 def print_report(report: Report, console: Console, table) -> None:
     """The report at 80 columns; `table` makes a rich table of the columns given."""
     name, (rows, keys) = report.run.machine.name, report.simulated
+    size = getattr(report.stage.config, "CTAS", 1)
+    unit, beside = ("pair", f" ({size} each)") if size > 1 else ("CTA", "")
     say = lambda text: console.print(text, highlight=False)
     say(f"[bold]Stage {report.stage.tag} on the SM model[/], {name} figures")
-    say(f"One CTA, {rows} queries x {keys} keys, ran in {report.wall_seconds:.1f} s here.\n")
+    say(f"One {unit}, {rows} queries x {keys} keys, ran in {report.wall_seconds:.1f} s here.\n")
     used = table("engine", "busy (derived)", whole=2)
     for engine, share in sorted(timeline.utilisation(report.run).items(), key=lambda row: -row[1]):
         used.add_row(engine, f"{share:6.1%}")
@@ -296,14 +298,14 @@ def print_report(report: Report, console: Console, table) -> None:
     console.print(served)
     phases, sizes, whole = report.phases, report.sizes, report.time
     say(
-        f"Cycles of the CTA (derived): {phases.prologue:,.0f} before the steady state, "
+        f"Cycles of the {unit} (derived): {phases.prologue:,.0f} before the steady state, "
         f"{phases.tiles} tiles of {phases.per_tile:,.0f}, {phases.epilogue:,.0f} after"
     )
     mask = ", causal" if sizes.causal else ""
     mask += ", window {},{}".format(*sizes.window) if sizes.window else ""
     problem = f"b1 s{sizes.seqlen} h{sizes.heads} d{sizes.head_dim}{mask}"
     say(
-        f"Problem {problem}: {whole.ctas} CTAs on {report.run.machine['sms']:.0f} SMs "
+        f"Problem {problem}: {whole.ctas} {unit}s on {report.run.machine['sms']:.0f} SMs{beside} "
         f"(busy {whole.balance:.0%} of the time), {whole.seconds * 1e3:.3g} ms, "
         f"{whole.tflops:.3g} TFLOP/s (derived, not measured)"
     )

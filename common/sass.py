@@ -377,14 +377,17 @@ def _loop_lines(loop: Loop, arch: str):
         )
 
 
-def reports(cubin, *, tile_m=128, tile_n=128, d_qk=128, d_v=None, kind="auto", trips=0):
+def reports(
+    cubin, *, tile_m=128, tile_n=128, d_qk=128, d_v=None, kind="auto", trips=0, key_tiles=1
+):
     """Return a list with the SassReport of every kernel in `cubin` (bytes or a path).
 
     `tile_m` x `tile_n` are the query rows and keys of one CTA's tile of scores, `d_qk` and `d_v`
-    (default `d_qk`) the head dimensions, `kind` "fwd", "bwd" or "auto"; they enter the model only.
+    (default `d_qk`) the head dimensions, `kind` "fwd", "bwd" or "auto", `trips` and `key_tiles` as
+    in `Tile`; they enter the model only.
     Raises MissingTool, ToolFailed for what is not a cubin, ValueError for a bad `kind`.
     """
-    tile = Tile(tile_m, tile_n, d_qk, d_qk if d_v is None else d_v, kind, trips)
+    tile = Tile(tile_m, tile_n, d_qk, d_qk if d_v is None else d_v, kind, trips, key_tiles)
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(cubin, (bytes, bytearray)):
             path = pathlib.Path(folder) / "kernel.cubin"
@@ -402,12 +405,12 @@ def reports(cubin, *, tile_m=128, tile_n=128, d_qk=128, d_v=None, kind="auto", t
     return found
 
 
-def report(cubin, *, tile_m=128, tile_n=128, d_qk=128, d_v=None, kind="auto", trips=0):
-    """Return the SassReport of the only kernel in `cubin` (bytes or a path); see `reports`.
+def report(cubin, **tile):
+    """Return the SassReport of the only kernel in `cubin` (bytes or a path); tile: of `reports`.
 
     Raises ValueError if the cubin holds no kernel or several, naming them.
     """
-    found = reports(cubin, tile_m=tile_m, tile_n=tile_n, d_qk=d_qk, d_v=d_v, kind=kind, trips=trips)
+    found = reports(cubin, **tile)
     if len(found) != 1:
         names = ", ".join(one.kernel.name for one in found) or "none"
         raise ValueError(f"the cubin must hold one kernel, it holds: {names}; use reports()")

@@ -53,7 +53,7 @@ class Tile:
     """One CTA's share of scores: `m` queries x `n` keys, head dimensions of Q/K and of V.
 
     ``kind`` is "fwd", "bwd" or "auto"; ``trips`` is how often MMA loops inside the MMA main loop
-    run (0: as often as one tile's FLOP need).
+    run (0: as often as one tile's FLOP need); ``key_tiles`` of a CTA share one sum for dQ.
     """
 
     m: int = 128
@@ -62,6 +62,7 @@ class Tile:
     d_v: int = 128
     kind: str = "auto"
     trips: int = 0
+    key_tiles: int = 1
 
 
 @dataclass(frozen=True)
@@ -199,10 +200,18 @@ def steady_loop(kernel: Kernel, role: str) -> Loop | None:
         inner = [loop for loop in loops if loop.innermost and loop.counts["F2FP"]] or loops
         exponentials = lambda loop: max(1, sum(exp2_split(loop.instructions)))
         return min(inner, key=lambda loop: len(loop.instructions) / exponentials(loop))
-    if role == "mma":  # most MMAs that run on every iteration; the inner loop on a tie
-        return max(loops, key=lambda loop: (count(loop.always)["MMA"], loop.depth))
+    if role == "mma":
+        return _mma_loop(loops)
     inner = [loop for loop in loops if loop.innermost] or loops
     return max(inner, key=lambda loop: len(loop.instructions))
+
+
+def _mma_loop(loops: list[Loop]) -> Loop:
+    """Most MMAs that run on every iteration, the inner loop on a tie; or the loop around it, where
+    that has more of its own, some of them behind branches."""
+    found = max(loops, key=lambda loop: (count(loop.always)["MMA"], loop.depth))
+    around = [loop for loop in loops if loop.natural is found.natural.parent]
+    return next((loop for loop in around if loop.counts["MMA"] > found.counts["MMA"]), found)
 
 
 def softmax_loop(kernel: Kernel) -> Loop | None:
@@ -329,8 +338,8 @@ class _Builder:
         whole = inclusive(self.kernel, loop, 1)
         moved = tmem_registers(whole, "LDTM")
         iterations = self.tile.m * width / (32 * moved) / SUB_PARTITIONS
-        if self.backward and self.pair:
-            iterations /= 2  # the pair's MMA sums dQ over its keys; each SM reduces half
+        if self.backward:  # the pair's MMA sums dQ over its keys; each SM reduces half
+            iterations /= 2 if self.pair else self.tile.key_tiles
         most = len(whole) * iterations
         least = most if self.backward else len(loop.always) * iterations
         self.cycles[f"{role}_issue_max"], self.cycles[f"{role}_issue_min"] = most, least

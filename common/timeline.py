@@ -448,7 +448,7 @@ class ProblemTime:
 
 ASSUMPTIONS = (
     "every CTA takes the prologue, its key tiles and the epilogue as long as the simulated one",
-    "an SM has one CTA at a time; CTAs start in order on the SM that is free first",
+    "an SM has one CTA at a time; CTAs, or pairs, start in order on the SMs that are free first",
     "SMs do not slow each other down; launch overhead is nil and the clock constant",
     "with a mask each kind of CTA is simulated; of more than 4 tiles that need none, each further "
     "one takes as long as in a full CTA",

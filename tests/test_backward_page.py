@@ -8,7 +8,15 @@ import re
 
 import pytest
 from flash_ladder import load
-from flash_ladder.common import derived, gradients, inputs, reference, roofline, timeline
+from flash_ladder.common import (
+    derived,
+    gradients,
+    inputs,
+    reference,
+    roofline,
+    sanitize,
+    timeline,
+)
 from flash_ladder.common.model import B200, Role
 
 PAGE = (load(7).folder / "README.md").read_text(encoding="utf-8")
@@ -311,6 +319,13 @@ def test_the_page_shows_the_counts_of_the_evidence():
     sites = "Of {}, {} and {} waits, arrivals and fences".format(*(row["sites"] for row in counts))
     assert f"{sites} that were left out at head dim 128, none is unexplained" in TEXT
     assert all(row["kernel"].endswith("-d128") for row in rows)
+    memory, case = run["sanitizer"], sanitize.small_case(load(7), "bfloat16", 128)
+    assert memory["errors"] == 0 and memory["tool"] == "memcheck"
+    assert set(memory["kernels"]) == {
+        row["key"] for row in run["kernels"] if row["dtype"] == "bfloat16"
+    }
+    sizes = f"{case.seqlen_q} queries, {case.seqlen_k} keys and {case.heads} heads"
+    assert f"memcheck of every kernel in bf16, with {sizes}, found no errors" in TEXT
     assert all(
         row["log"]["clean"] and row["log"]["conforms"] for row in run["kernels"] if "log" in row
     )

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,3 +84,21 @@ def test_an_empty_file_has_nothing_to_compute(ladder, tmp_path, shape):
     for number in "17":
         code, _, complaint = ladder("run", number, "--qkv", str(path))
         assert code == 2 and "(stage 08 lifts this)" in complaint
+
+
+def test_the_readme_shows_what_run_prints(ladder):
+    """But for seconds: derived cycles, every error, facts of the code where it compiles."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    shown = readme.split("## What the demo prints")[1].split("```text")[1].split("```")[0]
+    code, out, _ = ladder("run")
+    assert code == 0
+    flat = lambda text: " ".join(re.sub(r"[\d.]+ s\b", "s", text).split())
+    for kind in ("cycles a CTA", "cycles a pair"):
+        (number,) = re.findall(rf"([\d,]+) {kind}", flat(shown))
+        assert f"{number} {kind}" in flat(out)
+    rows = [line.strip() for line in shown.splitlines() if line.startswith("│ SM model")]
+    assert len(rows) == 12 and all(row in out for row in rows)
+    if "Compiled 08" in out:
+        facts = re.findall(r"^│ (\w+) +│ (\d+) +│$", shown, re.M)
+        found = dict(re.findall(r"^│ (\w+) +│ (\d+) +│$", out, re.M))
+        assert facts and all(found[name] == value for name, value in facts)

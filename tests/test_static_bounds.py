@@ -2,16 +2,20 @@
 """Stages 05 to 08, compiled: bounds they were built for, numbers of their pages and models."""
 
 import functools
+import json
 import re
+from pathlib import Path
 
 import pytest
 from flash_ladder import load
 from flash_ladder.common.compile import compile_stage
-from flash_ladder.common.sass import MissingTool, SassReport, report
+from flash_ladder.common.contract import read_kernel
+from flash_ladder.common.sass import MissingTool, SassReport
 from flash_ladder.common.sass_isa import tmem_registers
 from flash_ladder.common.sass_loops import inclusive
 from flash_ladder.common.sass_model import softmax_loop, steady_loop
 
+ROOT = Path(__file__).parent.parent
 PTXAS = "V12.9.83"  # the assembler that the pages name
 BOUNDS = {  # by head dim: of a query tile and a key tile
     128: {
@@ -43,8 +47,7 @@ def compiled(number: int, head_dim: int, name: str = "") -> SassReport:
     """Machine code of a stage or part, bf16, sm_100a; skips without the page's assembler."""
     kernel = load(number).part(name) if name else load(number)
     try:
-        cubin = compile_stage(kernel, dtype="bfloat16", head_dim=head_dim).cubin
-        found = report(cubin, d_qk=head_dim)
+        _, found = read_kernel(compile_stage(kernel, dtype="bfloat16", head_dim=head_dim))
     except MissingTool as missing:
         pytest.skip(str(missing))
     if found.resources.ptxas != PTXAS:
@@ -131,11 +134,34 @@ def test_page_07_shows_what_the_code_of_the_backward_shows(dsl):
             if cells[column] != "–":
                 assert _same(cells[column], value(compiled(7, head_dim, name))), (label, column)
                 compared += 1
-    assert compared == 13
-    printed = OF_THE_BACKWARD["shared memory by the report"](compiled(7, 64, "backward_1cta"))
-    assert f"prints {printed:.0f} at head dim 64" in page
+    assert compared == 15
+    issued = OF_THE_BACKWARD["MMA warp, slots a tile"](compiled(7, 128, "backward_2cta"))
+    assert f"it issues for {issued:.0f} of 2560 cycles (D)" in " ".join(page.split())
     mufu = facts(6, 128)["mufu"]
     assert f"| exponentials, cycles of the MUFU | {mufu:.0f} (D) |" in page
+
+
+UPSTREAM = json.loads((ROOT / "docs" / "data" / "upstream.json").read_text())["figures"]
+OF_UPSTREAM = ("slots", "mma", "smem", "ceiling", "local")  # in the order of OF_THE_BACKWARD
+
+
+def test_pages_show_upstreams_figures():
+    """What the same report counted in upstream's kernels, which are not compiled here."""
+    page = (load(7).folder / "README.md").read_text(encoding="utf-8")
+    for label, name in zip(OF_THE_BACKWARD, OF_UPSTREAM):
+        (row,) = re.findall(rf"^\| {label} \|(.*)\|$", page, re.M)
+        cells = [float(cell) for cell in (row.split("|")[at] for at in (1, 4))]
+        assert cells == [UPSTREAM[f"backward, d {d}"][name] for d in (128, 64)]
+    slots = {name: row["slots"] for name, row in UPSTREAM.items()}
+    of = "upstream's has {} at head dim 128 and {} at 64 (D: counted"
+    told = of.format(slots["backward, d 128"], slots["backward, d 64"])
+    assert told in " ".join(page.split())
+    page = (load(8).folder / "README.md").read_text(encoding="utf-8")
+    assert f"upstream's causal kernel {slots['forward, causal, d 128']} (D)" in page
+    for label, kind, d in (("pair", "backward", 128), ("one CTA", "backward", 64)):
+        (row,) = re.findall(rf"^\| {label}, d {d} \|(.*)\|$", page, re.M)
+        shown = [float(cell) for cell in row.split("|")[2:4]]
+        assert shown == [slots[f"{kind}, d {d}"], slots[f"{kind}, causal, d {d}"]]
 
 
 def test_page_08_shows_what_the_code_shows(dsl):

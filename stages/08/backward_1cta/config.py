@@ -159,7 +159,8 @@ DECLARED = {
         "tma_reductions": head_dim // SLICE,
         "slots_per_element": ("<=", 5.2 if head_dim == 128 else 5.7),
         "mma_warp_issue": ("<=", 400),
+        "tile_cycles_smem": 3328 if head_dim == 128 else 1664,
+        "tensor_ceiling": (">=", 0.76),
     }
     for head_dim in KEY_TILES
 }
-DECLARED[128] |= {"tile_cycles_smem": 3328, "tensor_ceiling": (">=", 0.76)}  # see the page
