@@ -14,7 +14,7 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -69,6 +69,7 @@ HOST_MASK_SIZES = {
 }
 MANY_QUERIES = 640  # five tiles: every ring of a backward, of at most two slots, wraps around
 RANDOM = 54  # random masks and lengths of the forward, and of each backward part
+HOST_RANDOM = 8  # of them for a model
 
 
 @dataclass(frozen=True)
@@ -185,15 +186,23 @@ def random_cases(source: KernelSource) -> list[Case]:
     return found
 
 
+def small_random_cases(source: KernelSource) -> list[Case]:
+    """Random cases for a model: up to 700 rows, at most two sequences of one head, some of which
+    have tiles with and without a mask."""
+    found = [case for case in random_cases(source) if max(case.seqlen_q, case.seqlen_k) <= 700]
+    return [replace(case, batch=min(case.batch, 2), heads=1) for case in found[:HOST_RANDOM]]
+
+
 def host_cases(stage: Stage) -> list[Case]:
     """What the models compute: the forward, and gradients by each backward part with a model.
 
-    Of a stage with masks in a single cover.
+    Of a stage with masks in a single cover, and random ones.
     """
     modelled = [part for part in stage.backwards if part.model]
     long = [case for part in modelled for case in long_cases(part)]
     if stage.config.ENVELOPE.masks:
-        return _cover([stage, *modelled], HOST_MASK_SIZES) + long
+        drawn = [case for source in (stage, *modelled) for case in small_random_cases(source)]
+        return _cover([stage, *modelled], HOST_MASK_SIZES) + drawn + long
     gradients = [case for part in modelled for case in cases(part, HOST_GRADIENT_SIZES)]
     return cases(stage, HOST_SIZES) + gradients + long
 
