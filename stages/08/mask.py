@@ -103,7 +103,7 @@ def unmasked_queries(first_key: Int32, keys: Int32, lengths, window, m_min: Int3
 def hide(row: cute.Tensor, first: Int32, last: Int32):
     """Set what of a row is not at first ... last to -inf. Runs: any thread, on its registers.
 
-    Args: row (n,) Float32; first, last may lie outside. Cost: 2 comparisons and a selection each.
+    Args: row (n,) Float32; first, last may lie outside. Cost: 2 comparisons and 2 selections each.
     """
     for i in cutlass.range_constexpr(cute.size(row)):
         row[i] = row[i] if i >= first and i <= last else -Float32.inf
