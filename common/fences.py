@@ -306,7 +306,8 @@ def _envelope_rows(envelope) -> tuple[list[str], list[list[str]]]:
         allowed.setdefault(rule, "restricted")
     lifted = {rule: f"stage {stage:02d}" for rule, stage in envelope.lifted_by.items()}
     rows = [
-        [html_code(rule), html.escape(text), lifted.get(rule, "-")] for rule, text in allowed.items()
+        [html_code(rule), html.escape(text), lifted.get(rule, "-")]
+        for rule, text in allowed.items()
     ]
     return ["rule", "accepted", "lifted by"], rows
 

@@ -257,7 +257,8 @@ def command(source, language, css_class, options, md, **kwargs) -> str:
     usage += ["[OPTIONS]"] if any("--" in row[0] for row in rows) else []
     table = html_table(["", "is", "default"], rows, f"flash-ladder {name}") if rows else ""
     texts = [f"<p>{_prose(part.text)}</p>" for part in docstrings.sections(found.help)]
-    return "\n".join([f"<pre>{html_code(' '.join(usage))}</pre>", *texts, table])
+    lines = [f"<pre>{html_code(' '.join(usage))}</pre>", *texts, table]
+    return '<div class="fl-command">\n' + "\n".join(lines) + "\n</div>"
 
 
 # --- machines -----------------------------------------------------------------------------------
@@ -267,7 +268,7 @@ def _figure(figure: Figure | None) -> str:
     """A figure with its mark: M for one this project measured, D for inferred or assumed ones."""
     if figure is None:
         return "-"
-    first = figure.source.split()[0].rstrip(",")
+    first = figure.source.split()[0].rstrip(",;")
     letter = "D" if first in ("assumed", "inferred") else "Q"
     letter = "M" if figure.source.startswith("measured on") else letter
     detail = f"{figure.source}; confidence {figure.confidence}"
@@ -346,7 +347,9 @@ def tensor_names(source, language, css_class, options, md, **kwargs) -> str:
 
 
 def _kernels() -> list[KernelSource]:
-    return [source for number in flash_ladder.built() for source in flash_ladder.load(number).kernels]
+    return [
+        source for number in flash_ladder.built() for source in flash_ladder.load(number).kernels
+    ]
 
 
 def duties(kind: str) -> dict[tuple[str, str], set[str]]:
