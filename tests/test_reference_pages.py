@@ -211,12 +211,19 @@ def test_every_figure_of_every_machine_is_shown_with_its_mark():
         assert ">D</abbr>" in re.search(rf"<tr><td><code>{key}</code>.*?</tr>", text)[0]
 
 
+def test_every_figure_is_explained_where_machines_are():
+    text = Machine.__doc__.partition("Attributes:")[0]
+    named = set(re.findall(r"\w+", text))
+    keys = {key for machine in MACHINES.values() for key in machine.figures}
+    assert {key for key in keys if not key.endswith("_latency")} <= named
+
+
 # --- names of tensors ---------------------------------------------------------------------------
 
 STAGES = ROOT / "stages"
 KERNEL = '''
-def softmax(tStS, smem):
-    """Args: tStS ((TILE_M, tile_n), 1, 1) float32 in TMEM; gO, gdO (rows, d) of this, or (0)."""
+def softmax(tStS, sV, smem):
+    """Args: tStS ((TILE_M, tile_n), 1, 1) float32 in TMEM; gO, gdO (rows, d); rS (written)."""
     gO, gdO = smem["sK"], 1
     rS = tStS  # (tile_n,)
     tQsQ, tQgQ = views(rS, other)  # (TMA, 2), (TMA, m)
@@ -242,6 +249,7 @@ def test_names_and_shapes_are_read_from_the_syntax(tmp_path):
         "rS": ["(tile_n,)"],
         "rX": ["((4, 8), 1)"],
         "sK": [],
+        "sV": [],
         "tQgQ": ["(TMA, m)"],
         "tQsQ": ["(TMA, 2)"],
         "tStS": ["((TILE_M, tile_n), 1, 1)"],
