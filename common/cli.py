@@ -55,6 +55,8 @@ StageArgument = Annotated[
 
 PartOption = Annotated[str, typer.Option("--part", help="A kernel of its backward, such as 7 has.")]
 
+HeadDimOption = Annotated[int, typer.Option(min=1, help="Elements of a head's row, d.")]
+
 EvidenceOption = Annotated[
     Optional[pathlib.Path],  # noqa: UP045
     typer.Option(help="Evidence file; the stage's own when not given."),
@@ -132,15 +134,15 @@ def run(
         Optional[pathlib.Path],  # noqa: UP045
         typer.Option(help="Your own q, k, v: .npz, .safetensors or .pt, layout (b, s, h, d)."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of q, k and v.")] = 4,
     seqlen: Annotated[int, typer.Option(min=1, help="Query and key length.")] = 512,
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    head_dim: HeadDimOption = 128,
     dtype: Annotated[
         Optional[Dtype],  # noqa: UP045
         typer.Option(help="Input dtype; a 16-bit file's own, else bfloat16, when not given."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the inputs' random numbers.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Results as JSON.")] = False,
 ) -> None:
     """The main job: compute a real attention problem by every means this machine has."""
@@ -163,8 +165,8 @@ def facts(
     stage: StageArgument,
     part: PartOption = "",
     arch: Annotated[str, typer.Option(help="Target architecture.")] = "sm_100a",
-    dtype: Annotated[Dtype, typer.Option()] = Dtype.bfloat16,
-    head_dim: Annotated[int, typer.Option()] = 128,
+    dtype: Annotated[Dtype, typer.Option(help="Input dtype.")] = Dtype.bfloat16,
+    head_dim: HeadDimOption = 128,
     as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON.")] = False,
     report: Annotated[bool, typer.Option(help="The whole static report, loop by loop.")] = False,
     ptxas: Annotated[
@@ -206,8 +208,8 @@ def compile_command(
     stage: StageArgument,
     part: PartOption = "",
     arch: Annotated[str, typer.Option(help="Target architecture.")] = "sm_100a",
-    dtype: Annotated[Dtype, typer.Option()] = Dtype.bfloat16,
-    head_dim: Annotated[int, typer.Option()] = 128,
+    dtype: Annotated[Dtype, typer.Option(help="Input dtype.")] = Dtype.bfloat16,
+    head_dim: HeadDimOption = 128,
     causal: Annotated[bool, typer.Option("--causal", help="With the causal mask.")] = False,
     out: Annotated[pathlib.Path, typer.Option(help="Folder for .ptx and .cubin.")] = pathlib.Path(),
 ) -> None:
@@ -232,8 +234,8 @@ def compile_command(
 @app.command()
 @clear_errors
 def diff(
-    a: Annotated[Stage, typer.Argument(parser=stage_argument, metavar="A")],
-    b: Annotated[Stage, typer.Argument(parser=stage_argument, metavar="B")],
+    a: Annotated[Stage, typer.Argument(parser=stage_argument, metavar="A", help="From stage.")],
+    b: Annotated[Stage, typer.Argument(parser=stage_argument, metavar="B", help="To stage.")],
 ) -> None:
     """The teaching diff between two stages; exit code 1 when they differ, as diff(1) has it."""
     from .diff import diff_stages, stage_diff_stats
@@ -338,8 +340,8 @@ def model(
     stage: StageArgument,
     part: PartOption = "",
     seqlen: Annotated[int, typer.Option(min=1, help="Query and key length.")] = 4096,
-    heads: Annotated[int, typer.Option(min=1)] = 16,
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of q, k and v.")] = 16,
+    head_dim: HeadDimOption = 128,
     causal: Annotated[bool, typer.Option("--causal", help="With the causal mask.")] = False,
     window: Annotated[
         str,
@@ -389,7 +391,7 @@ def roofline(
         Optional[int],  # noqa: UP045
         typer.Option(help="Keys of a tile; 128, or 256 for a backward pair."),
     ] = None,
-    head_dim: Annotated[int, typer.Option()] = 128,
+    head_dim: HeadDimOption = 128,
     backward: Annotated[bool, typer.Option("--backward", help="The backward pass.")] = False,
     pair: Annotated[bool, typer.Option("--pair", help="A pair of CTAs (2-CTA MMAs).")] = False,
     machine: MachineOption = "B200",

@@ -51,13 +51,12 @@ class FenceError(SuperFencesException):
     """A fence that cannot be rendered; superfences lets only this class of error end a build."""
 
 
-def validate(language, inputs, options, attrs, md) -> bool:
-    """The validator of all these fences: takes exactly the attributes of `language`, all quoted.
+def take(known: dict, language: str, inputs: dict, options: dict) -> bool:
+    """Takes exactly the attributes that `known` has for fence `language`, all of them quoted.
 
-    Fences are looked up by name here, since a builder may pickle its configuration and a closure
-    cannot be pickled.
+    known: as ATTRIBUTES. Raises FenceError for one that is missing or unknown.
     """
-    required, optional = ATTRIBUTES[language]
+    required, optional = known[language]
     missing = [name for name in required if name not in inputs]
     strangers = sorted(set(inputs) - {*required, *optional})
     if missing or strangers:
@@ -67,6 +66,15 @@ def validate(language, inputs, options, attrs, md) -> bool:
         )
     options.update(inputs)
     return True
+
+
+def validate(language, inputs, options, attrs, md) -> bool:
+    """The validator of all these fences.
+
+    Fences are looked up by name here, since a builder may pickle its configuration and a closure
+    cannot be pickled.
+    """
+    return take(ATTRIBUTES, language, inputs, options)
 
 
 def mark(letter: str, detail: str) -> str:
@@ -102,7 +110,7 @@ def stage_config(number: int) -> ModuleType:
     return stage_source(number).config
 
 
-def _table(headings: list[str], rows: list[list[str]], caption: str) -> str:
+def html_table(headings: list[str], rows: list[list[str]], caption: str) -> str:
     """An HTML table; cells and caption are HTML already."""
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
@@ -112,7 +120,8 @@ def _table(headings: list[str], rows: list[list[str]], caption: str) -> str:
     )
 
 
-def _code(text: str) -> str:
+def html_code(text: str) -> str:
+    """`text` as code, escaped."""
     return f"<code>{html.escape(text)}</code>"
 
 
@@ -134,13 +143,13 @@ def _one_diff(sides: list[tuple[str, Path]], name: str, context: int) -> str:
     except FileNotFoundError as error:
         raise FenceError(f"fence stage-diff: {error}") from error
     if diff.state == "same":
-        return f"<p>{_code(name)} is the same in stages {a} and {b}.</p>"
+        return f"<p>{html_code(name)} is the same in stages {a} and {b}.</p>"
     notes = {"changed": "", "new": " · new file", "gone": " · removed"}
     caption = f"{html.escape(name)} · stage {a} → {b}{notes[diff.state]}"
     lines = diff.first_lines(DIFF_LINES)
     shown = highlight("\n".join(lines), DiffLexer(stripnl=False), HtmlFormatter())
     rest = len(diff.lines) - len(lines)
-    more = f'<p class="fl-more">{rest} more lines: {_code(diff.command)}</p>' if rest else ""
+    more = f'<p class="fl-more">{rest} more lines: {html_code(diff.command)}</p>' if rest else ""
     return f'<p class="fl-caption">{caption}</p>{shown}{more}'
 
 
@@ -208,7 +217,7 @@ def code(source, language, css_class, options, md, **kwargs) -> str:
     first, last = known[symbol]
     lines = "\n".join(text.splitlines()[first - 1 : last])
     shown = highlight(lines, PythonLexer(), HtmlFormatter(linenos="table", linenostart=first))
-    caption = f"{html.escape(file)} · {_code(symbol)} · lines {first}-{last}"
+    caption = f"{html.escape(file)} · {html_code(symbol)} · lines {first}-{last}"
     return f'<div class="fl-code">\n<p class="fl-caption">{caption}</p>\n{shown}\n</div>'
 
 
@@ -249,7 +258,7 @@ def _barrier_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
         first = "passes" if row.first_wait_passes else "waits"
         rows.append(
             [
-                _code(row.name),
+                html_code(row.name),
                 kind,
                 _arrivals(row.producers, plan),
                 _arrivals(row.consumers, plan),
@@ -269,7 +278,7 @@ def _tmem_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     for region in plan.tmem:
         columns = f"{region.column}-{region.column + region.columns - 1}"
         aliases = ", ".join(region.aliases) or "-"
-        rows.append([_code(region.name), columns, str(region.columns), region.holds, aliases])
+        rows.append([html_code(region.name), columns, str(region.columns), region.holds, aliases])
     return ["region", "columns", "width", "holds", "shares columns with"], rows
 
 
@@ -278,7 +287,7 @@ def _smem_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     for row in plan.smem:
         sizes = [f"{row.slot_bytes:,}", str(row.stages), f"{row.total_bytes:,}", str(row.align)]
         holds = html.escape(row.holds + (f" (in {', '.join(row.aliases)})" if row.aliases else ""))
-        rows.append([_code(row.name), *sizes, holds])
+        rows.append([html_code(row.name), *sizes, holds])
     if rows:
         rows.append(["a CTA", "", "", f"{plan.smem_bytes:,}", "", "with alignment and sharing"])
     return ["buffer", "bytes a slot", "slots", "bytes", "aligned to", "holds"], rows
@@ -297,7 +306,8 @@ def _envelope_rows(envelope) -> tuple[list[str], list[list[str]]]:
         allowed.setdefault(rule, "restricted")
     lifted = {rule: f"stage {stage:02d}" for rule, stage in envelope.lifted_by.items()}
     rows = [
-        [_code(rule), html.escape(text), lifted.get(rule, "-")] for rule, text in allowed.items()
+        [html_code(rule), html.escape(text), lifted.get(rule, "-")]
+        for rule, text in allowed.items()
     ]
     return ["rule", "accepted", "lifted by"], rows
 
@@ -310,7 +320,7 @@ def _value(value) -> str:
 
 
 def _declared_rows(declared: dict) -> tuple[list[str], list[list[str]]]:
-    rows = [[_code(name), html.escape(_value(value))] for name, value in declared.items()]
+    rows = [[html_code(name), html.escape(_value(value))] for name, value in declared.items()]
     return ["fact", "declared"], rows
 
 
@@ -342,7 +352,7 @@ def config_table(source, language, css_class, options, md, **kwargs) -> str:
     detail = f"stages/{kernel.tag}/config.py, head dim {head_dim}"
     if table == "declared":
         detail += "; the tests compare it with the compiled code"
-    return _table(headings, rows, f"{table} · head dim {head_dim} {mark('D', detail)}")
+    return html_table(headings, rows, f"{table} · head dim {head_dim} {mark('D', detail)}")
 
 
 def roles(source, language, css_class, options, md, **kwargs) -> str:
@@ -416,7 +426,7 @@ def _kernel_row(run: dict, kernel: dict) -> list[str]:
         html.escape(run.get("date", "-")),
         html.escape(run.get("gpu", "-")),
         html.escape(f"{mode}, {run.get('target', '-')}"),
-        _code(kernel.get("key", "-")),
+        html_code(kernel.get("key", "-")),
         marked(kernel.get("registers"), "M", _compiler_of(run)),
         marked(kernel.get("cases"), "M", source),
         marked(kernel.get("failed"), "M", source),
@@ -501,7 +511,7 @@ def results(source, language, css_class, options, md, **kwargs) -> str:
         return f"<p>{NOT_EXECUTED}</p>"
     rows = [_kernel_row(run, kernel) for run in runs for kernel in run.get("kernels", [])]
     caption = f"stage {number:02d} · stages/{number:02d}/evidence.json"
-    table = _table(RESULT_HEADINGS, rows, caption) if rows else ""
+    table = html_table(RESULT_HEADINGS, rows, caption) if rows else ""
     kinds = (_log_lines, _mutation_lines, _sanitizer_lines, _timing_lines)
     lines = []
     for run in runs:
@@ -577,7 +587,7 @@ def interactive(source, language, css_class, options, md, **kwargs) -> str:
     shown, description = _described("interactive", source, options, INTERACTIVE)
     caption = f"{html.escape(shown.caption)} {mark('D', shown.source)}"
     rows = [[html.escape(cell) for cell in row] for row in shown.rows()]
-    table = _table([html.escape(heading) for heading in shown.headings], rows, caption)
+    table = html_table([html.escape(heading) for heading in shown.headings], rows, caption)
     settings = html.escape(json.dumps(shown.settings()))
     label = html.escape(description)
     return (
@@ -660,4 +670,4 @@ def ladder(source, language, css_class, options, md, **kwargs) -> str:
         if (folder / "kernel.py").is_file():
             cells = [html.escape(stage_config(number).IDEA), *_rung_cells(number)]
         rows.append([f"{number:02d} {label}", *cells, _status(number)])
-    return _table(RUNG_HEADINGS, rows, "the ladder")
+    return html_table(RUNG_HEADINGS, rows, "the ladder")

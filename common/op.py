@@ -61,16 +61,19 @@ def flash_attn_func(
     Args:
         q: (b, sq, h, d), bf16 or fp16, on a CUDA GPU; d is 64 or 128. See Note [Copies].
         k, v: (b, sk, hk, d) like q; h is a multiple of hk. See Note [Grouped heads].
-        softmax_scale: a positive number; None means d**-0.5.
-        causal, window_size: which query sees which key, by the note of `common.masks`; causal is
-            aligned bottom-right, a side of the window is open where it is None or -1.
+        softmax_scale: a positive number, by which q k^T is multiplied; None means d**-0.5.
+        causal, window_size: which query sees which key, in keys, by Note [Which query sees which
+            key] of `common.masks`; causal is aligned bottom-right, a side of the window is open
+            where it is None or -1.
         deterministic: True is refused until a stage has such a backward.
         return_lse: whether to return (out, lse) instead of out.
 
-    Returns out (b, sq, h, d) in q's dtype; lse (b, h, sq) float32, natural logarithm. Both can be
+    Returns: out (b, sq, h, d) in q's dtype; lse (b, h, sq) float32, natural logarithm. Both can be
     differentiated, once. Rows that see no key have out 0 and lse -inf.
 
-    Raises TypeError or ValueError before anything is launched: what was given, what is allowed.
+    Raises: TypeError or ValueError before anything is launched: what was given, what is allowed.
+    `common.compile.DslMissing` without the CuTe DSL. RuntimeError when a gradient is differentiated
+    again, or under torch.vmap.
     """
     _check_arguments((q, k, v), 4, "(batch, seqlen, heads, head_dim)", deterministic)
     scale, sides = _scale(softmax_scale, q), window(causal, window_size)
@@ -98,20 +101,22 @@ def flash_attn_varlen_func(
     """`flash_attn_func` of sequences that lie one after the other.
 
     Args:
-        q: (total_q, h, d); k, v: (total_k, hk, d).
+        q: (total_q, h, d), bf16 or fp16, on a CUDA GPU; d is 64 or 128.
+        k, v: (total_k, hk, d) like q; h is a multiple of hk.
         cu_seqlens_q, cu_seqlens_k: (n + 1,) int32 on q's device; sequence i has the rows from
             cu_seqlens[i] to cu_seqlens[i + 1]. Zero lengths are allowed. They must not fall: rows
             of two sequences have undefined results.
         max_seqlen_q, max_seqlen_k: no sequence is longer, an int or a CPU tensor that holds one;
             total_q and total_k when None, which starts more thread blocks than there is work for.
         seqused_q, seqused_k: (n,) int32 on q's device: how many of its rows a sequence uses.
-        The others: as in `flash_attn_func`.
+        softmax_scale, causal, window_size, deterministic, return_lse: as in `flash_attn_func`.
 
-    Returns out (total_q, h, d); lse (h, total_q). Rows that no sequence uses have out 0, lse -inf
-    and no gradient, and what they hold, NaN too, reaches nothing. Lengths are read on the GPU
-    alone: one that goes beyond its tensor or its maximum is cut there.
+    Returns: out (total_q, h, d) in q's dtype; lse (h, total_q) float32, natural logarithm. Rows
+    that no sequence uses have out 0, lse -inf and no gradient, and what they hold, NaN too, reaches
+    nothing. Lengths are read on the GPU alone: one that goes beyond its tensor or its maximum is
+    cut there.
 
-    Raises as `flash_attn_func`.
+    Raises: as `flash_attn_func`.
     """
     _check_arguments((q, k, v), 3, "(total, heads, head_dim)", deterministic)
     scale, sides = _scale(softmax_scale, q), window(causal, window_size)

@@ -23,11 +23,14 @@ _IMPORT_LOCK = threading.Lock()
 class KernelSource:
     """A folder with the sources of one kernel: what a stage and a part have in common.
 
-    Attributes: number of the stage; name of the part, "" for the stage itself; tag ("07" or
-    "07/preprocess"); folder; kind: the name of the public `@cute.jit` function in its kernel.py,
-    "attention" for a stage, and for a part its name up to the first underscore (so that
-    backward_1cta and backward_2cta both have `backward`). `config`, `kernel` (needs the CuTe DSL)
-    and `model` (needs torch) are its modules, imported when first asked for.
+    Attributes:
+        number: of the stage, an int.
+        name: of the part; "" for the stage itself.
+        tag: "07", or "07/preprocess" for a part.
+        folder: a `pathlib.Path`, with the sources.
+        kind: name of the public `@cute.jit` function in its kernel.py: "attention" for a stage, for
+            a part its name up to the first underscore (backward_1cta and backward_2cta both have
+            `backward`).
     """
 
     TENSORS = ("q", "k", "v")  # of an `inputs.Problem`: what `simulate` takes
@@ -40,7 +43,13 @@ class KernelSource:
         self.kind = name.partition("_")[0] or "attention"
 
     def module(self, name: str) -> ModuleType:
-        """The module `name` of the folder; no bytecode is written beside the sources."""
+        """A module of the folder, imported; no bytecode is written beside the sources.
+
+        Args:
+            name: without .py, such as "config".
+
+        Raises: ModuleNotFoundError when there is none, ImportError for what it needs.
+        """
         path = ".".join((PACKAGE, *self.tag.split("/"), name))
         with _IMPORT_LOCK:
             before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -64,11 +73,20 @@ class KernelSource:
 
     @functools.cached_property
     def model(self) -> ModuleType | None:
-        """The folder's `model.py`; None for a part without one."""
+        """The folder's `model.py`, which needs torch; None for a part without one."""
         return self.module("model") if (self.folder / "model.py").is_file() else None
 
     def simulate_problem(self, problem, **options):
-        """`simulate` on the tensors of an `inputs.Problem`, wherever they are."""
+        """`simulate` on the tensors of a named problem.
+
+        Args:
+            problem: a `common.inputs.Problem`, on any device; it is copied to the CPU.
+            options: further arguments of `simulate`: machine, max_ctas.
+
+        Returns: what `simulate` does.
+
+        Raises: as `simulate`.
+        """
         given = problem.to("cpu")
         tensors = [getattr(given, name) for name in self.TENSORS]
         scale = problem.softmax_scale
@@ -101,12 +119,19 @@ class Part(KernelSource):
     ):
         """The gradients by the model of a backward part: no GPU, no compiled code.
 
-        Args: q, dout (b, sq, h, d), k and v (b, sk, h, d), CPU tensors of one 16-bit dtype; out
-        (b, sq, h, d) and lse (b, h, sq) float32 of the forward, from the float64 oracle, rounded,
-        when not given; dlse (b, h, sq), the gradient of lse, 0 when None; mask and the rest as
-        in `Stage.simulate`, but max_ctas counts pairs where CTAs work in pairs. Returns what the
-        part's `model.run` does: dq, dk, dv, notes, findings, cta_cycles. Raises TypeError or
-        ValueError for what the part does not take.
+        Args:
+            q, dout: (b, sq, h, d), CPU tensors of one 16-bit dtype; dout is the gradient of out.
+            k, v: (b, sk, h, d), like q.
+            out, lse: of the forward, (b, sq, h, d) in q's dtype and (b, h, sq) float32; from the
+                float64 oracle, rounded, when neither is given.
+            dlse: (b, h, sq) float32, the gradient of lse; 0 when None.
+            softmax_scale, machine: as in `Stage.simulate`.
+            max_ctas: as there, but pairs count where CTAs work in pairs.
+            mask: causal, window_size and lengths of sequences, as in `Stage.attention`.
+
+        Returns: a `common.model.GradientRun`, whose cycles are derived, not measured.
+
+        Raises: TypeError or ValueError for what the part does not take.
         """
         from .gradients import simulate
 
@@ -115,10 +140,9 @@ class Part(KernelSource):
 
 
 class Stage(KernelSource):
-    """Stage `number` of the ladder.
+    """A stage of the ladder; `flash_ladder.load(number)` makes it.
 
-    Its own kernel is the forward pass; `parts` names the further ones, `part(name)` gives them;
-    `evidence` is its evidence.json as a dict.
+    Its own kernel is the forward pass; `parts` names the further ones, `part(name)` gives them.
     """
 
     def __init__(self, number: int):
@@ -133,7 +157,13 @@ class Stage(KernelSource):
         return getattr(self.config, "PARTS", ())
 
     def part(self, name: str) -> KernelSource:
-        """The part called `name`, the stage itself for ""; ValueError when there is none."""
+        """One kernel of the stage.
+
+        Args:
+            name: one of `parts`, or "" for the stage itself.
+
+        Raises: ValueError when there is none of this name.
+        """
         if not name:
             return self
         if name not in self.parts:
@@ -156,7 +186,13 @@ class Stage(KernelSource):
         return tuple(part for part in self.kernels if part.kind == "backward")
 
     def backward(self, head_dim: int) -> Part:
-        """The part that `attention` takes for gradients at `head_dim`: `config.BACKWARD`."""
+        """The part that `attention` takes for gradients, as `config.BACKWARD` says.
+
+        Args:
+            head_dim: 64 or 128.
+
+        Raises: ValueError where the stage has no gradients.
+        """
         usual = getattr(self.config, "BACKWARD", {})
         if head_dim not in usual:
             known = ", ".join(map(str, usual)) or "none"
@@ -165,7 +201,7 @@ class Stage(KernelSource):
 
     @property
     def evidence(self) -> dict:
-        """What ran where; `{"runs": []}` when nothing has."""
+        """The stage's evidence.json, what ran where; `{"runs": []}` when nothing has."""
         path = self.folder / "evidence.json"
         return json.loads(path.read_text()) if path.is_file() else {"runs": []}
 
@@ -188,15 +224,27 @@ class Stage(KernelSource):
     ):
         """softmax(q k^T * softmax_scale) v by this stage's kernel, on the tensors' GPU.
 
-        Args: q (b, sq, h, d), k and v (b, sk, h, d), CUDA tensors, bf16 or fp16; what else is
-        allowed is in `config.ENVELOPE`. softmax_scale: positive number, d**-0.5 when None. From
-        stage 08 on, causal, window_size and the lengths of sequences: see `common.masks`, its note
-        and `mask_of`; with cu_seqlens the tensors are (total, h, d), and lse is (h, total).
+        Runs on the current stream of q's device. The first call for a dtype and head dim compiles
+        (seconds), later processes find it cached. Where `config.ENVELOPE.differentiable`, out and
+        lse can be differentiated once; see `common.gradients`.
+
+        Args:
+            q: (b, sq, h, d), a CUDA tensor, bf16 or fp16; what else is allowed is in
+                `config.ENVELOPE`.
+            k, v: (b, sk, h, d), like q.
+            softmax_scale: positive number, d**-0.5 when None.
+            causal, window_size: from stage 08 on, which query sees which key, in keys, by
+                Note [Which query sees which key] of `common.masks`.
+            cu_seqlens_q, cu_seqlens_k: from stage 08 on, (n + 1,) int32 on q's device, where each
+                of n sequences begins and the last ends; q, k, v are then (total, h, d).
+            max_seqlen_q, max_seqlen_k: with them, no sequence is longer; all rows when None.
+            seqused_q, seqused_k: from stage 08 on, (n,) int32 on q's device, how many rows of each
+                sequence, or of each batch entry, count.
+            return_lse: whether to return (out, lse) instead of out.
+
         Returns: out (b, sq, h, d) in q's dtype, or (out, lse) with lse (b, h, sq) float32, the
-        natural log of each row's sum of exponentials. Runs on the current stream of q's device;
-        the first call for a dtype and head dim compiles (seconds), later processes find it cached.
-        Where `config.ENVELOPE.differentiable`, out and lse can be differentiated once; see
-        `common.gradients`.
+        natural log of each row's sum of exponentials; (total, h, d) and (h, total) with cu_seqlens.
+
         Raises: TypeError or ValueError before anything runs, naming the rule, what was given and
         which stage lifts it; `common.compile.DslMissing` without the CuTe DSL.
         """
@@ -217,10 +265,16 @@ class Stage(KernelSource):
     def simulate(self, q, k, v, *, softmax_scale=None, machine=None, max_ctas=None, **mask):
         """The same on the SM model, from this stage's `model.py`: no GPU, no compiled code.
 
-        Args as `attention`, but CPU tensors; `machine` a `common.model.Machine` (B200 when None);
-        `max_ctas` stops after that many CTAs, leaving the other rows NaN; mask, the options of
-        `common.masks`. Returns a
-        `common.model.Run` with out, lse, the trace and cycles (derived, not measured).
+        Args:
+            q, k, v: as in `attention`, but CPU tensors.
+            softmax_scale: positive number, d**-0.5 when None.
+            machine: a `common.model.Machine`; B200 when None.
+            max_ctas: stop after that many CTAs, leaving the other rows NaN; all when None.
+            mask: causal, window_size and lengths of sequences, as in `attention`.
+
+        Returns: a `common.model.Run` with out, lse, the trace and cycles (derived, not measured).
+
+        Raises: TypeError or ValueError for what the stage does not take.
         """
         import torch
 

@@ -47,9 +47,14 @@ def built() -> list[int]:
 
 
 def load(number: int):
-    """Stage `number` as a `common.stage.Stage`; nothing is compiled yet.
+    """Stage `number` of the ladder; nothing is compiled yet.
 
-    Raises TypeError for anything but an int, ValueError for a stage that does not exist (yet).
+    Args:
+        number: one of `built()`.
+
+    Returns: a `common.stage.Stage`.
+
+    Raises: TypeError for anything but an int, ValueError for a stage that does not exist (yet).
     """
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"load takes a stage number, such as 1; got {number!r}")

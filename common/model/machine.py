@@ -16,7 +16,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a machine."""
+    """One number of a machine.
+
+    Attributes:
+        value: the number, in `unit`.
+        unit: such as "B/clk/SM": bytes per clock and SM.
+        source: where it comes from.
+        confidence: high, medium or low, as the module explains.
+    """
 
     value: float
     unit: str
@@ -33,6 +40,10 @@ class Machine:
     smem_broadcast_passes, smem_fill_passes; tma_in_flight (bytes); hbm (bytes a second, whole
     chip); the rest, named *_latency and tma_issue, are cycles. A fourth of fma ... issue and tmem
     belongs to each sub-partition.
+
+    Attributes:
+        name: "B200", with what was changed in brackets.
+        figures: the numbers by name.
     """
 
     name: str
@@ -44,9 +55,12 @@ class Machine:
         return self.figures[key].value
 
     def with_changes(self, values: Mapping[str, float]) -> Machine:
-        """A copy with figures replaced, as in `{"mufu": 32}`; units stay as they are.
+        """A copy with figures replaced; units stay as they are.
 
-        Raises ValueError for a figure that the machine does not have, or a value that is not a
+        Args:
+            values: new numbers by name of the figure, as in `{"mufu": 32}`.
+
+        Raises: ValueError for a figure that the machine does not have, or a value that is not a
         positive number.
         """
         figures = dict(self.figures)

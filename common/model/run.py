@@ -22,11 +22,20 @@ Result = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 class Run:
     """The result of a model run; times are derived from `machine`, never measured.
 
-    out (b, sq, h, d) in the inputs' dtype and lse (b, h, sq) float32, NaN where no CTA ran;
-    cycles of each CTA that ran; the trace of the first; ctas in the whole grid; findings of each
-    CTA that ran: reads of unwritten memory, leaks, and races if an ordering checker observed it;
-    tmem_log: what touched the first CTA's tensor memory, as `Tmem.log`; notes: what the roles of
-    each CTA did.
+    Where CTAs work in pairs, a pair counts as one CTA.
+
+    Attributes:
+        machine: whose figures the cycles come from.
+        out: (b, sq, h, d) in the inputs' dtype, NaN where no CTA ran.
+        lse: (b, h, sq) float32, natural logarithm, NaN where no CTA ran.
+        cta_cycles: clock cycles of each CTA that ran, from its start to its end.
+        trace: what the first CTA with work did on which engine, from which cycle to which.
+        ctas: how many the whole grid has.
+        flop: floating-point operations of the products of the whole grid, of visible pairs alone.
+        findings: of each CTA that ran: reads of unwritten memory, leaks, and races if an ordering
+            checker observed it; empty when all is well.
+        tmem_log: what touched the first CTA's tensor memory, as `Tmem.log`.
+        notes: what the roles of each CTA did, for comparison with an executed log.
     """
 
     machine: Machine
@@ -55,7 +64,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Derived time of the whole grid: waves of one CTA per SM, at the mean CTA's cycles."""
+        """Derived time of the whole grid, s: waves of one CTA per SM, at the mean CTA's cycles."""
         waves = math.ceil(self.ctas / self.machine["sms"])
         return waves * sum(self.cta_cycles) / len(self.cta_cycles) / self.machine["clock"]
 
@@ -65,7 +74,7 @@ class Run:
         return self.flop / self.seconds / 1e12
 
     def busy(self) -> dict[str, float]:
-        """Share of a CTA's cycles in which each engine was busy, from 0 to 1.
+        """Share of a CTA's cycles in which each engine was busy, from 0 to 1, by its name.
 
         Of the first CTA that had work, of a pair the leader's engines.
         """
@@ -91,7 +100,8 @@ class Run:
 class GradientRun(Run):
     """The result of a backward pass: out is dQ, NaN where a CTA is missing; lse is empty.
 
-    dk, dv (b, sk, h, d) in the inputs' dtype.
+    Attributes:
+        dk, dv: (b, sk, h, d) in the inputs' dtype, NaN where no CTA ran.
     """
 
     dk: torch.Tensor | None = None
@@ -99,7 +109,7 @@ class GradientRun(Run):
 
     @property
     def dq(self) -> torch.Tensor:
-        """(b, sq, h, d) in the inputs' dtype."""
+        """(b, sq, h, d) in the inputs' dtype; the same as out."""
         return self.out
 
     def _results(self) -> dict[str, torch.Tensor]:
