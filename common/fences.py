@@ -614,7 +614,8 @@ def study(source, language, css_class, options, md, **kwargs) -> str:
     shown = STUDIES[name]
     rows = [[html.escape(cell) for cell in row] for row in shown.rows()]
     caption = f"{html.escape(shown.caption)} {mark(shown.mark, shown.source())}"
-    return _table([html.escape(heading) for heading in shown.headings], rows, caption)
+    table = _table([html.escape(heading) for heading in shown.headings], rows, caption)
+    return f'<div class="fl-study">\n{table}\n</div>'
 
 
 # --- ladder -------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def draw() -> Board:
     right = LEFT + WIDE
     board.arrow(228, 20 + ROW, right + 1, 16 + 2 * ROW)
     board.arrow(228, 20 + 2 * ROW, right + 1, 20 + 2 * ROW)
+    board.arrow(228, 16 + 3 * ROW, right + 1, 24 + 2 * ROW)
     board.arrow(228, 20 + 3 * ROW, right + 1, 20 + 3 * ROW)
     board.line(right, 20 + 4 * ROW, right + 26, 20 + 4 * ROW, "exp")
     board.line(right + 26, 20 + 4 * ROW, right + 26, 20, "exp")
