@@ -97,6 +97,10 @@ GREW = _seconds(8)["cpu_s"] / _seconds(7)["cpu_s"]
 SLOTS = {number: _static(number)["slots_per_element"] for number in (4, 5)}
 EACH = (SLOTS[5] - SLOTS[4]) * 128 / _static(5)["exp2_emulated"]
 PAIR, ALONE = (_static(7, part=part) for part in ("backward_2cta", "backward_1cta"))
+FENCES = sum(
+    sign * FAMILY["fence"][name]
+    for name, sign in {"sites": 1, "timing": -1, "redundant": -1}.items()
+)  # noticed by log or lint alone
 PERCENT = 100 * TOTAL["only"] / TOTAL["sites"]
 
 SAID = {
@@ -124,11 +128,14 @@ SAID = {
     ],
     "verification": [
         f"of {COUNTS[TOTAL['mutated']]} compiled kernels was left out",
-        f"show {FAMILY['fence']['timing']} of {FAMILY['fence']['sites']}, the log "
-        f"{FAMILY['fence']['log']}, the lint {FAMILY['fence']['lint']} (M)",
-        f"show {FAMILY['arrival']['timing']} of {FAMILY['arrival']['sites']}, the log "
-        f"{FAMILY['arrival']['log']}, as a run",
-        "Half of the omissions change no result" if 45 <= PERCENT <= 55 else "no longer half",
+        f"Of these {TOTAL['only']}, {FENCES} are fences",
+        f"Of all {FAMILY['fence']['sites']} fences results and errors show "
+        f"{FAMILY['fence']['timing']}, the log {FAMILY['fence']['log']}, the lint "
+        f"{FAMILY['fence']['lint']} (M)",
+        f"show all {FAMILY['arrival']['sites']}, the log {FAMILY['arrival']['log']}, as a run"
+        if FAMILY["arrival"]["timing"] == FAMILY["arrival"]["sites"]
+        else "no longer all arrivals",
+        "Half of the omissions show in log or lint alone" if 45 <= PERCENT <= 55 else "not half",
         f"Six timings are {COUNTS[1 + len(topics.ADVERSARIES)]};",
     ],
     "static": [
