@@ -27,6 +27,7 @@ from .figures import FIGURES
 from .plan import Arrival, Plan
 from .primers import DRAWINGS, INTERACTIVE
 from .stage import KernelSource
+from .topics import TABLES as STUDIES
 
 ROOTS = {"stages": Path(flash_ladder.__file__).parent, "common": Path(__file__).parent}
 DIFF_LINES = 60  # a longer diff shows its first hunks and the command for the rest
@@ -40,6 +41,7 @@ ATTRIBUTES = {  # fence: required and optional attributes
     "figure": (("file",), ()),
     "drawing": (("name",), ()),
     "interactive": (("name",), ()),
+    "study": (("name",), ()),
     "ladder": ((), ()),
 }
 NOT_EXECUTED = "Not yet executed on hardware."
@@ -594,6 +596,21 @@ def interactive(source, language, css_class, options, md, **kwargs) -> str:
         f'<div class="fl-interactive" id="fl-{options["name"]}" role="group" '
         f'aria-label="{label}" data-settings="{settings}">\n{table}\n</div>'
     )
+
+
+# --- study --------------------------------------------------------------------------------------
+
+
+def study(source, language, css_class, options, md, **kwargs) -> str:
+    """Fence `study name=`: a table of common/topics.py, from evidence or from docs/data."""
+    name = options["name"]
+    if name not in STUDIES:
+        raise FenceError(f'fence study: no name="{name}"; there are {", ".join(STUDIES)}')
+    shown = STUDIES[name]
+    rows = [[html.escape(cell) for cell in row] for row in shown.rows()]
+    caption = f"{html.escape(shown.caption)} {mark(shown.mark, shown.source())}"
+    table = html_table([html.escape(heading) for heading in shown.headings], rows, caption)
+    return f'<div class="fl-study">\n{table}\n</div>'
 
 
 # --- ladder -------------------------------------------------------------------------------------

@@ -106,17 +106,6 @@ _LINE = re.compile(
 _HIGH_WORD = re.compile(r"^\s*/\* 0x([0-9a-f]{16}) \*/")
 
 
-def _disassemble(path: str) -> str:
-    """Return nvdisasm's listing, with live registers unless the ELF is older than nvdisasm follows
-    (cubins for sm_80 by a ptxas of CUDA 12, read by nvdisasm 13)."""
-    try:
-        return _run("nvdisasm", "-c", "-hex", "-lrm", "count", path)
-    except ToolFailed as error:
-        if "Cannot print life ranges" not in str(error):
-            raise
-        return _run("nvdisasm", "-c", "-hex", path)
-
-
 def _architecture(listing: str) -> str:
     """Return the target named in a listing, from the directive or from the flags of older ELFs."""
     target = re.search(r"\.target\s+(sm_\w+)", listing)

@@ -3,7 +3,8 @@
 
 `problems` gives one line for each thing that is wrong: a page of the navigation that is missing, a
 link or anchor that leads nowhere, anything loaded from outside, a picture without a description, a
-page that is too heavy, a speed without its mark. Runs: host, on the HTML alone.
+page that is too heavy, a speed without its mark, a fence that was not rendered. Runs: host, on the
+HTML alone.
 """
 
 from __future__ import annotations
@@ -209,6 +210,15 @@ def unmarked_speeds(page: Page) -> list[str]:
     return found
 
 
+FELL_THROUGH = re.compile(r"<code>\s*([a-z][a-z-]*) [a-z_]+=(?:\"|&quot;)")
+
+
+def fences_fallen_through(path: Path) -> list[str]:
+    """Fences that a builder shows as code, since what renders them failed or is not registered."""
+    names = FELL_THROUGH.findall(path.read_text(encoding="utf-8"))
+    return [f"the fence `{name}` was not rendered" for name in names]
+
+
 def page_bytes(path: Path) -> int:
     """Size of a page with all the files of the site that it loads."""
     files = {_target(path, link) for _, link in read_page(path).loads if not _is_elsewhere(link)}
@@ -218,6 +228,7 @@ def page_bytes(path: Path) -> int:
 def _page_problems(path: Path) -> list[str]:
     page, size = read_page(path), page_bytes(path)
     found = [*broken_links(path), *outside_loads(path), *page.undescribed, *unmarked_speeds(page)]
+    found += fences_fallen_through(path)
     if size >= MAX_PAGE_BYTES:
         found.append(f"{size:,} bytes with what it loads; the limit is {MAX_PAGE_BYTES:,}")
     return found

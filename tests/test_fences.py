@@ -481,3 +481,18 @@ def test_errors_of_the_primers_fences_end_the_build(kind):
         with pytest.raises(fences.FenceError) as caught:
             fence(head, body)
         assert message in str(caught.value)
+
+
+# ---- study ---------------------------------------------------------------------------------
+
+
+def test_a_study_is_a_table_with_one_mark():
+    page = fence('study name="noticed"')
+    assert page.count("<caption>") == 1 and page.count('class="fl-mark"') == 1
+    assert '<div class="fl-study">' in page and "the lint of the PTX" in page
+    assert "flash-ladder mutate" not in text_of(page)  # in the mark
+
+
+def test_a_study_that_is_not_there_is_refused():
+    with pytest.raises(fences.FenceError, match='no name="absent"; there are errors, used'):
+        fence('study name="absent"')

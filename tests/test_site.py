@@ -107,6 +107,7 @@ BAD = {
     "<p>Q is read at 12 TFLOP/s.</p>": "a speed without",
     "<p>None.</p><table><tr><th>TFLOP/s</th><td>12</td></tr></table>": "a speed without",
     "<pre>12 TFLOP/s</pre>": "a speed without",
+    '<p><code>study name="noticed"\nbody</code></p>': "the fence `study` was not rendered",
 }
 
 

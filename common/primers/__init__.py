@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import ceilings, dsl, pair, ring, softmax, swizzle, tmem
+from . import ceilings, chain, dsl, pair, ring, softmax, swizzle, tmem
 from .svg import Board
 
 
@@ -83,6 +83,11 @@ DRAWINGS = {
         pair.draw_swap,
         "the swap of dS",
         "paper, section 3.2.3; stages/07/backward_2cta",
+    ),
+    "chain": Drawing(
+        chain.draw,
+        "what follows from what; counts of all stages together",
+        "evidence.json of the stages; common/topics.py: totals",
     ),
     "dsl-times": Drawing(dsl.draw_times, "when what happens", "docstrings of nvidia-cutlass-dsl"),
     "dsl-name": Drawing(dsl.draw_name, "a name in four parts", "docs/how-to-read.md"),
