@@ -36,7 +36,7 @@ ATTRIBUTES = {  # fence: required and optional attributes
     "config-table": (("stage", "head_dim", "table"), ("part",)),
     "roles": (("stage", "head_dim"), ("part",)),
     "results": (("stage",), ()),
-    "timeline": (("stage", "head_dim"), ("machine", "part")),
+    "timeline": (("stage", "head_dim"), ("machine", "part", "length", "below", "mask")),
     "figure": (("file",), ()),
     "drawing": (("name",), ()),
     "interactive": (("name",), ()),
@@ -513,20 +513,57 @@ def results(source, language, css_class, options, md, **kwargs) -> str:
 
 
 def timeline(source, language, css_class, options, md, **kwargs) -> str:
-    """Fence `timeline stage= head_dim= [machine= part=]`: one CTA of a small problem, SM model."""
+    """Fence `timeline stage= head_dim= [machine= part=]`: one CTA of a small problem, SM model.
+
+    With `[length= below= mask=]` see `_stacked`.
+    """
     from . import derived
     from . import timeline as drawing
 
     kernel, head_dim, _ = _plan(options)
     try:
         machine = derived.machine(options.get("machine", "B200"))
+        if {"length", "below", "mask"} & set(options):
+            return _stacked(options, kernel, head_dim, machine)
+        run = derived.small_run(kernel, machine, head_dim)
     except ValueError as error:
         raise FenceError(f"fence timeline: {error}") from error
-    run = derived.small_run(kernel, machine, head_dim)
     picture = drawing.svg(run, background=False)
-    detail = f"SM model of stage {kernel.tag}, one CTA alone on its SM; figures of {machine.name}, "
-    detail += "with their sources, in common/model/machine.py"
+    detail = f"SM model of stage {kernel.tag}, one CTA alone on its SM; {_figures(machine)}"
     caption = f"one CTA, {derived.SMALL_KEYS} keys, head dim {head_dim}: cycles by role and engine"
+    caption = f'<p class="fl-caption">{caption} {mark("D", detail)}</p>'
+    return f'<div class="fl-timeline">\n{caption}\n{picture}</div>'
+
+
+def _figures(machine) -> str:
+    return f"figures of {machine.name}, with their sources, in common/model/machine.py"
+
+
+def _stacked(options: dict[str, str], kernel: KernelSource, head_dim: int, machine) -> str:
+    """A row for each role; with below="06", or "07/part", above that kernel on one time scale.
+
+    length: queries and keys, 512 unless told; mask="causal" is of the upper one.
+    """
+    from . import derived, stacked
+
+    length, mask = options.get("length", "512"), options.get("mask", "causal")
+    if not length.isdigit() or mask != "causal":
+        raise ValueError(f'length="{length}" is not a number, or mask="{mask}" not causal')
+    kernels = [(kernel, "mask" in options)]
+    if "below" in options:
+        number, _, part = options["below"].partition("/")
+        below = {**options, "stage": f"{_number(number, 'below'):02d}", "part": part}
+        kernels.append((_plan(below)[0], False))
+    panels = []
+    for shown, causal in kernels:
+        run = derived.small_run(shown, machine, head_dim, int(length), causal)
+        panels.append(stacked.Panel(derived.said_of(shown, run, head_dim, causal), run))
+    said = " Below it ".join(panel.title for panel in panels)
+    picture = stacked.svg(panels, f"Timeline of {said}")
+    detail = f"SM model, the first CTA or pair alone; {_figures(machine)}"
+    caption = (
+        f"{length} queries and keys, head dim {head_dim}: cycles by role, and of three engines"
+    )
     caption = f'<p class="fl-caption">{caption} {mark("D", detail)}</p>'
     return f'<div class="fl-timeline">\n{caption}\n{picture}</div>'
 

@@ -384,8 +384,61 @@ def test_a_figure_that_is_wrong_ends_the_build(head, body, words):
         fence(f"figure {head}", body)
 
 
+@pytest.mark.parametrize(
+    ("head", "titles"),
+    [
+        ('stage="02" head_dim="64" length="256"', ["stage 02: one CTA, 128 queries, 2 key tiles"]),
+        (
+            'stage="04" head_dim="64" length="256" below="03"',
+            ["stage 04: one CTA, 256 queries, 2 key", "stage 03: one CTA, 256 queries, 2 key"],
+        ),
+        (
+            'stage="07" part="backward_1cta" head_dim="128" length="256" below="07/backward_2cta"',
+            [
+                "stage 07/backward_1cta: one CTA, 128 keys",
+                "stage 07/backward_2cta: a pair, 256 keys",
+            ],
+        ),
+        (
+            'stage="08" head_dim="64" length="384" mask="causal" below="08"',
+            ["08, causal: one CTA, 256 queries, 2 key", "08: one CTA, 256 queries, 3 key tiles"],
+        ),
+    ],
+)
+def test_timelines_stand_above_one_another(head, titles):
+    page = fence(f"timeline {head}")
+    assert page.count("<svg") == 1 and 'role="img" aria-label="Timeline of stage 0' in page
+    places = [page.index(f">stage {title.removeprefix('stage ')}") for title in titles]
+    assert places == sorted(places) and ">D</abbr>" in page and "not measured" in page
+    assert all(title in re.search('aria-label="(.*?)"', page)[1] for title in titles)
+    assert "the bare file" not in page and not re.search(r'fill="(white|#222)"', page)
+
+
+def test_a_timeline_shows_512_keys_unless_told():
+    assert "512 queries and keys" in fence('timeline stage="02" head_dim="64" below="02"')
+
+
+def test_pages_show_a_timeline_above_the_previous_one():
+    """The stages of the forward, stage 07 its pair below one CTA, stage 08 a mask."""
+    heads = {number: [] for number in flash_ladder.built()}
+    for number, found in heads.items():
+        text = (fences.stage_folder(number) / "README.md").read_text(encoding="utf-8")
+        found += re.findall(r"```timeline (.*)", text)
+    assert all('length="512"' in head for head in heads[2]) and len(heads[2]) == 1
+    for number in range(3, 7):
+        assert [f'below="{number - 1:02d}"' in head for head in heads[number]] == [True]
+    assert ['below="07/backward_2cta"' in head for head in heads[7]] == [True]
+    assert ['mask="causal" below="08"' in head for head in heads[8]] == [True]
+
+
 def test_timeline_errors_end_the_build():
     for head, words in (
+        ('stage="04" head_dim="64" below="99"', 'below="99" is no stage'),
+        ('stage="04" head_dim="64" below="03/x"', "stage 03 has no part 'x'"),
+        ('stage="04" head_dim="64" length="x"', 'length="x" is not a number'),
+        ('stage="04" head_dim="64" length="100"', "a multiple of 128 up to 1024; got 100"),
+        ('stage="08" head_dim="64" mask="window"', 'mask="window"'),
+        ('stage="06" head_dim="64" mask="causal"', "stage 06 has no causal mask"),
         ('stage="01" head_dim="96"', "is outside stage 01"),
         ('stage="01" head_dim="64" machine="A100"', "fence timeline: no machine 'A100'"),
         ('stage="01"', "missing"),
