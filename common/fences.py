@@ -38,7 +38,7 @@ ATTRIBUTES = {  # fence: required and optional attributes
     "results": (("stage",), ()),
     "timeline": (("stage", "head_dim"), ("machine", "part", "length", "below", "mask")),
     "figure": (("file",), ()),
-    "drawing": (("name",), ()),
+    "drawing": (("name",), ("stage", "head_dim", "part")),
     "interactive": (("name",), ()),
     "ladder": ((), ()),
 }
@@ -601,12 +601,35 @@ def _described(fence: str, source: str, options: dict[str, str], known: dict) ->
 
 
 def drawing(source, language, css_class, options, md, **kwargs) -> str:
-    """Fence `drawing name=`: a figure of common/primers as inline SVG; its body describes it."""
+    """Fence `drawing name=`: a figure of common/primers as inline SVG; its body describes it.
+
+    With `stage= head_dim= [part=]` the figure of that kernel's plan, where the figure has one.
+    """
     shown, description = _described("drawing", source, options, DRAWINGS)
-    caption = f"{html.escape(shown.caption)} {mark('D', shown.source)}"
-    picture = shown.draw().render(description)
+    board, caption, detail = shown.draw, shown.caption, shown.source
+    if set(options) - {"name"}:
+        board, caption, detail = _of_plan(shown, options)
+    caption = f"{html.escape(caption)} {mark('D', detail)}"
     caption = f'<figcaption class="fl-caption">{caption}</figcaption>'
+    picture = board().render(description)
     return f'<figure class="fl-drawing">{picture}{caption}</figure>'
+
+
+def _of_plan(shown, options: dict[str, str]) -> tuple:
+    """(what draws it, caption, source) of a drawing that shows the plan which `options` name."""
+    if shown.of_plan is None or {"stage", "head_dim"} - set(options):
+        plans = ", ".join(name for name, row in DRAWINGS.items() if row.of_plan)
+        raise FenceError(
+            f"fence drawing: stage, head_dim and part go together, with one of: {plans}"
+        )
+    kernel, head_dim, plan = _plan(options)
+    if not plan.tmem:
+        raise FenceError(f"fence drawing: stage {kernel.tag} {EMPTY['tmem']}")
+    caption = f"tensor memory of stage {kernel.tag}, head dim {head_dim}"
+    if any(region.aliases for region in plan.tmem):
+        caption += "; what lies below another shares its columns"
+    detail = f"stages/{kernel.tag}/config.py: plan({head_dim}).tmem"
+    return lambda: shown.of_plan(plan), caption, detail
 
 
 def interactive(source, language, css_class, options, md, **kwargs) -> str:

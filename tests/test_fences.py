@@ -513,6 +513,68 @@ def test_a_drawing_stays_on_its_board(name):
         assert -4 <= left and left + width <= board.width + 4, text
 
 
+def boxes_of(page: str) -> dict[str, tuple[float, float, float]]:
+    """Label: (x, y, width) of the boxes of a drawing."""
+    found = re.findall(
+        r'<rect class="\w+" x="(\S+)" y="(\S+)" width="(\S+)" height="30"/><text[^>]*>(.*?)<', page
+    )
+    return {label: tuple(map(float, place)) for *place, label in found}
+
+
+def test_a_map_of_tensor_memory_is_that_of_the_plan():
+    head = 'drawing name="tmem-map" stage="07" part="backward_2cta" head_dim="128"'
+    page = fence(head, "words")
+    boxes, rows = boxes_of(page), flash_ladder.load(7).part("backward_2cta").config.plan(128).tmem
+    assert set(boxes) == {region.name for region in rows}
+    for region in rows:
+        x, y, width = boxes[region.name]
+        assert x == pytest.approx(4 + region.column * 350 / 512, abs=0.01)
+        assert width == pytest.approx(region.columns * 350 / 512, abs=0.01)
+        assert all(boxes[other][1] > y for other in region.aliases)
+    assert "derived: stages/07/backward_2cta/config.py: plan(128).tmem" in page
+    assert "shares its columns" in page and 'aria-label="words"' in page
+
+
+def test_a_map_shows_what_is_free():
+    page = fence('drawing name="tmem-map" stage="02" head_dim="64"', "words")
+    assert page.count(">free</text>") == 2 and "shares" not in page
+    assert {y for _, y, _ in boxes_of(page).values()} == {26.0}
+    assert "free" not in fence('drawing name="tmem-map" stage="03" head_dim="128"', "words")
+
+
+def test_the_primer_shows_the_map_of_stage_06():
+    primer, page = (
+        fence(f'drawing name="tmem-map"{head}', "words")
+        for head in ("", ' stage="06" head_dim="128"')
+    )
+    assert boxes_of(primer) == boxes_of(page) and len(boxes_of(page)) == 6
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ('name="sm" stage="03" head_dim="128"', "go together, with one of: tmem-map"),
+        ('name="tmem-map" stage="03"', "go together"),
+        ('name="tmem-map" part="backward_1cta"', "go together"),
+        ('name="tmem-map" stage="01" head_dim="64"', "stage 01 uses no tensor memory"),
+        ('name="tmem-map" stage="07" part="backward_2cta" head_dim="64"', "is outside stage 07/"),
+    ],
+)
+def test_maps_that_cannot_be_drawn_end_the_build(head, message):
+    with pytest.raises(fences.FenceError, match=re.escape(message)):
+        fence(f"drawing {head}", "words")
+
+
+@pytest.mark.parametrize(
+    ("number", "parts"),
+    [(2, [""]), (3, [""]), (4, [""]), (7, ["backward_1cta", "backward_2cta"])],
+)
+def test_pages_show_the_map_of_tensor_memory(number, parts):
+    text = (fences.stage_folder(number) / "README.md").read_text(encoding="utf-8")
+    heads = re.findall(rf'```drawing name="tmem-map" stage="{number:02d}" (.*)', text)
+    assert [(re.search('part="(.*?)"', head) or ["", ""])[1] for head in heads] == parts
+
+
 @pytest.mark.parametrize("name", fences.INTERACTIVE)
 def test_an_interactive_part_is_a_table_with_settings(name):
     page = fence(f'interactive name="{name}"', "how to use it")
