@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import html
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +22,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 from pymdownx.superfences import SuperFencesException
 
-from . import role_graph
+from . import annotations, role_graph
 from .diff import diff_file, stage_diff_stats
 from .figures import FIGURES
 from .plan import Arrival, Plan
@@ -127,31 +128,46 @@ def _diffed(options: dict[str, str], side: str) -> tuple[str, Path]:
     return f"{number:02d}{slash}{part}", folder
 
 
-def _one_diff(sides: list[tuple[str, Path]], name: str, context: int) -> str:
+def _one_diff(
+    sides: list[tuple[str, Path]], name: str, context: int, notes: list[annotations.Note]
+) -> str:
     (a, folder_a), (b, folder_b) = sides
     try:
         diff = diff_file(folder_a, folder_b, name, context)
-    except FileNotFoundError as error:
+        lines = diff.first_lines(DIFF_LINES)
+        notes = annotations.place(notes, lines)
+    except (FileNotFoundError, ValueError) as error:
         raise FenceError(f"fence stage-diff: {error}") from error
     if diff.state == "same":
         return f"<p>{_code(name)} is the same in stages {a} and {b}.</p>"
-    notes = {"changed": "", "new": " · new file", "gone": " · removed"}
-    caption = f"{html.escape(name)} · stage {a} → {b}{notes[diff.state]}"
-    lines = diff.first_lines(DIFF_LINES)
+    titles = {"changed": "", "new": " · new file", "gone": " · removed"}
+    caption = f"{html.escape(name)} · stage {a} → {b}{titles[diff.state]}"
     shown = highlight("\n".join(lines), DiffLexer(stripnl=False), HtmlFormatter())
+    anchor = re.sub(r"\W+", "-", f"note-{a}-{b}-{name}")
+    shown = annotations.markers(shown, notes, anchor)
     rest = len(diff.lines) - len(lines)
     more = f'<p class="fl-more">{rest} more lines: {_code(diff.command)}</p>' if rest else ""
-    return f'<p class="fl-caption">{caption}</p>{shown}{more}'
+    caption = f'<p class="fl-caption">{caption}</p>'
+    return f"{caption}{shown}{more}{annotations.comments(notes, anchor)}"
 
 
 def stage_diff(source, language, css_class, options, md, **kwargs) -> str:
-    """Fence `stage-diff a= b= file= [context=]`: what changes in the named files."""
+    """Fence `stage-diff a= b= file= [context=]`: what changes in the named files.
+
+    The body of a fence of one file may annotate it, see `common.annotations`.
+    """
     sides = [_diffed(options, side) for side in ("a", "b")]
     context = options.get("context", "3")
     if not context.isdigit():
         raise FenceError(f'fence stage-diff: context="{context}" is not a number of lines')
     names = options["file"].replace(",", " ").split()
-    diffs = "\n".join(_one_diff(sides, name, int(context)) for name in names)
+    try:
+        notes = annotations.parse(source)
+    except ValueError as error:
+        raise FenceError(f"fence stage-diff: {error}") from error
+    if notes and len(names) > 1:
+        raise FenceError("fence stage-diff: annotations need a fence of their own for each file")
+    diffs = "\n".join(_one_diff(sides, name, int(context), notes) for name in names)
     return f'<div class="fl-diff">\n{diffs}\n</div>'
 
 

@@ -111,6 +111,34 @@ def test_stage_diff_is_cut_after_60_lines(pair):
     assert f"36 more lines: {command}" in text_of(page)
 
 
+def test_stage_diff_is_annotated(pair):
+    (pair[1] / "kernel.py").write_text("TILE = 256\n")
+    page = fence(
+        'stage-diff a="01" b="02" file="kernel.py"', "git diff\n1 | = 256 | Twice the `TILE`."
+    )
+    link = '<a class="fl-note" href="#note-01-02-kernel-py-1">1</a>'
+    assert f'{link}<span class="gi">+TILE = 256</span>' in page and page.count("fl-note") == 2
+    assert '<li id="note-01-02-kernel-py-1">Twice the <code>TILE</code>.</li>' in page
+    assert "fl-note" not in fence('stage-diff a="01" b="02" file="kernel.py"')
+
+
+@pytest.mark.parametrize(
+    ("files", "body", "message"),
+    [
+        ("kernel.py", "1 | = 512 | x", "no changed line shown has '= 512'"),
+        ("kernel.py", "words", "'words' is no annotation"),
+        ("kernel.py load.py", "1 | = 256 | x", "a fence of their own for each file"),
+        ("load.py", "1 | = 256 | x", "no changed line"),  # the same in both
+    ],
+)
+def test_annotations_that_are_stale_end_the_build(pair, files, body, message):
+    (pair[1] / "kernel.py").write_text("TILE = 256\n")
+    for folder in pair:
+        (folder / "load.py").write_text("TILE = 256\n")
+    with pytest.raises(fences.FenceError, match=message):
+        fence(f'stage-diff a="01" b="02" file="{files}"', f"git diff\n{body}")
+
+
 @pytest.mark.parametrize(
     "head, message",
     [
