@@ -577,9 +577,7 @@ def _stacked(options: dict[str, str], kernel: KernelSource, head_dim: int, machi
     said = " Below it ".join(panel.title for panel in panels)
     picture = stacked.svg(panels, f"Timeline of {said}")
     detail = f"SM model, the first CTA or pair alone; {_figures(machine)}"
-    caption = (
-        f"{length} queries and keys, head dim {head_dim}: cycles by role, and of three engines"
-    )
+    caption = f"{length} queries and keys, head dim {head_dim}: cycles by role, then by engine"
     caption = f'<p class="fl-caption">{caption} {mark("D", detail)}</p>'
     return f'<div class="fl-timeline">\n{caption}\n{picture}</div>'
 

@@ -9,15 +9,10 @@ import pytest
 from flash_ladder.common import derived, stacked
 from flash_ladder.common.model import B200, Run, Span
 
-SPANS = (
-    Span("LOAD", "tma", "load sK[1]", 0, 0, 5),
-    Span("LOAD", "smem", "load sK[1]", 0, 4, 10),
-    Span("MMA", "barrier", "k_full", 0, 0, 10),
-    Span("MMA", "smem", "S1", 0, 10, 50),
-    Span("MMA", "tensor", "S1", 0, 10, 60),
-    Span("MMA", "tensor", "O", 1, 60, 100),
-    Span("IDLE", "barrier", "end", -1, 0, 100),
-)
+LOADING = [Span("LOAD", "tma", "load sK[1]", 0, 0, 5), Span("LOAD", "smem", "load sK[1]", 0, 4, 10)]
+WAITING = [Span("MMA", "barrier", "k_full", 0, 0, 10), Span("IDLE", "barrier", "end", -1, 0, 100)]
+PRODUCTS = [Span("MMA", engine, "S1", 0, 10, end) for engine, end in (("smem", 50), ("tensor", 60))]
+SPANS = (*LOADING, *WAITING, *PRODUCTS, Span("MMA", "tensor", "O", 1, 60, 100))
 KERNELS = [
     (number, name)
     for number in flash_ladder.built()
@@ -80,7 +75,7 @@ def test_the_second_tile_is_paler_and_waits_are_faint():
     shown = {title.split(":")[0]: opacity for title, *_, opacity in bars(svg_of())}
     assert shown["S1, tile 0"] == "0.5" and shown["O, tile 1"] == "1"
     assert shown["k_full, tile 0"] == "0.35" and shown["load sK[1], tile 0"] == "1"  # a slot
-    assert "paler" in svg_of() and "paler" not in svg_of(SPANS[:3])
+    assert "paler" in svg_of() and "paler" not in svg_of(LOADING)
 
 
 def svg_of(spans=SPANS) -> str:
@@ -89,14 +84,14 @@ def svg_of(spans=SPANS) -> str:
 
 def test_of_a_pair_the_leader_is_shown():
     spans = [
-        Span(f"MMA@{role}", "tensor", "S", 0, 10 * role, 10 * role + 10, rank=rank)
+        Span(f"MMA@{role}", "tensor", "SO"[rank], 0, 10 * role, 10 * role + 10, rank=rank)
         for role in (0, 1)
         for rank in (0, 1)
     ]
     ((name, found),) = stacked.roles(run_of(spans))
     assert name == "MMA" and [span.role for span in found] == ["MMA@0"]
     ((_, busy),) = stacked.bounds(run_of(spans))  # the peer's role, too, on the leader's SM
-    assert [span.role for span in busy] == ["MMA@0", "MMA@1"]
+    assert [(span.role, span.op) for span in busy] == [("MMA@0", "S"), ("MMA@1", "S")]
 
 
 def test_the_legend_names_what_occurs():
