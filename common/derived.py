@@ -21,6 +21,7 @@ from .stage import KernelSource
 FIRST_MASKS = 8  # the stage that brings them
 SIMULATED_ROWS = 512  # given to the model, query rows or a backward's keys: one CTA (or pair)
 SMALL_KEYS = 128  # queries and keys of a page's picture
+LENGTHS = range(128, 1025, 128)  # queries and keys that such a picture may have
 SIMULATED_KEYS = 1024  # of the CTA that is shown; one with twice as many gives the steady state
 STEADY_TILES = 4  # without a mask, of a CTA that is simulated with one
 PRODUCTS = {"attention": 2, "backward": 5}  # matrix products of a tile
@@ -268,9 +269,36 @@ def _one_cta(
     return stage.simulate_problem(replace(given, options=mask or {}), machine=on, max_ctas=1)
 
 
-def small_run(stage: KernelSource, on: Machine, head_dim: int) -> Run:
-    """One CTA that sees SMALL_KEYS keys, for the pages."""
-    return _one_cta(stage, on, SMALL_KEYS, SMALL_KEYS, head_dim)
+def small_run(
+    stage: KernelSource,
+    on: Machine,
+    head_dim: int,
+    length: int = SMALL_KEYS,
+    causal: bool = False,
+) -> Run:
+    """The first CTA (or pair) of `length` queries and keys, for the pages.
+
+    Raises ValueError for a length that is not in LENGTHS or a mask that the stage does not have.
+    """
+    refuse_masks(stage, causal)
+    if length not in LENGTHS:
+        raise ValueError(
+            f"a picture's length is a multiple of {LENGTHS.step} up to {LENGTHS[-1]}; got {length}"
+        )
+    mask = {"causal": True} if causal else {}
+    return _one_cta(stage, on, length, length, head_dim, mask)
+
+
+def said_of(stage: KernelSource, run: Run, head_dim: int, causal: bool = False) -> str:
+    """A run of `small_run` in a line: what its CTA owns and visits, and its cycles."""
+    tiles, tile = cta_tiles(stage, head_dim)
+    own, seen = ("queries", "key") if stage.kind == "attention" else ("keys", "query")
+    visited = len(timeline.ends(run))
+    pair = "a pair" if getattr(stage.config, "CTAS", 1) > 1 else "one CTA"
+    return (
+        f"stage {stage.tag}{', causal' if causal else ''}: {pair}, {tiles * tile} {own}, "
+        f"{visited} {seen} tile{'s'[: visited > 1]}: {run.cta_cycles[0]:,.0f} cycles"
+    )
 
 
 def _check_sizes(stage: KernelSource, sizes: Sizes) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import html
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +22,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 from pymdownx.superfences import SuperFencesException
 
-from . import role_graph
+from . import annotations, role_graph
 from .diff import diff_file, stage_diff_stats
 from .figures import FIGURES
 from .plan import Arrival, Plan
@@ -37,9 +38,9 @@ ATTRIBUTES = {  # fence: required and optional attributes
     "config-table": (("stage", "head_dim", "table"), ("part",)),
     "roles": (("stage", "head_dim"), ("part",)),
     "results": (("stage",), ()),
-    "timeline": (("stage", "head_dim"), ("machine", "part")),
+    "timeline": (("stage", "head_dim"), ("machine", "part", "length", "below", "mask")),
     "figure": (("file",), ()),
-    "drawing": (("name",), ()),
+    "drawing": (("name",), ("stage", "head_dim", "part")),
     "interactive": (("name",), ()),
     "study": (("name",), ()),
     "ladder": ((), ()),
@@ -138,31 +139,46 @@ def _diffed(options: dict[str, str], side: str) -> tuple[str, Path]:
     return f"{number:02d}{slash}{part}", folder
 
 
-def _one_diff(sides: list[tuple[str, Path]], name: str, context: int) -> str:
+def _one_diff(
+    sides: list[tuple[str, Path]], name: str, context: int, notes: list[annotations.Note]
+) -> str:
     (a, folder_a), (b, folder_b) = sides
     try:
         diff = diff_file(folder_a, folder_b, name, context)
-    except FileNotFoundError as error:
+        lines = diff.first_lines(DIFF_LINES)
+        notes = annotations.place(notes, lines)
+    except (FileNotFoundError, ValueError) as error:
         raise FenceError(f"fence stage-diff: {error}") from error
     if diff.state == "same":
         return f"<p>{html_code(name)} is the same in stages {a} and {b}.</p>"
-    notes = {"changed": "", "new": " · new file", "gone": " · removed"}
-    caption = f"{html.escape(name)} · stage {a} → {b}{notes[diff.state]}"
-    lines = diff.first_lines(DIFF_LINES)
+    titles = {"changed": "", "new": " · new file", "gone": " · removed"}
+    caption = f"{html.escape(name)} · stage {a} → {b}{titles[diff.state]}"
     shown = highlight("\n".join(lines), DiffLexer(stripnl=False), HtmlFormatter())
+    anchor = re.sub(r"\W+", "-", f"note-{a}-{b}-{name}")
+    shown = annotations.markers(shown, notes, anchor)
     rest = len(diff.lines) - len(lines)
     more = f'<p class="fl-more">{rest} more lines: {html_code(diff.command)}</p>' if rest else ""
-    return f'<p class="fl-caption">{caption}</p>{shown}{more}'
+    caption = f'<p class="fl-caption">{caption}</p>'
+    return f"{caption}{shown}{more}{annotations.comments(notes, anchor)}"
 
 
 def stage_diff(source, language, css_class, options, md, **kwargs) -> str:
-    """Fence `stage-diff a= b= file= [context=]`: what changes in the named files."""
+    """Fence `stage-diff a= b= file= [context=]`: what changes in the named files.
+
+    The body of a fence of one file may annotate it, see `common.annotations`.
+    """
     sides = [_diffed(options, side) for side in ("a", "b")]
     context = options.get("context", "3")
     if not context.isdigit():
         raise FenceError(f'fence stage-diff: context="{context}" is not a number of lines')
     names = options["file"].replace(",", " ").split()
-    diffs = "\n".join(_one_diff(sides, name, int(context)) for name in names)
+    try:
+        notes = annotations.parse(source)
+    except ValueError as error:
+        raise FenceError(f"fence stage-diff: {error}") from error
+    if notes and len(names) > 1:
+        raise FenceError("fence stage-diff: annotations need a fence of their own for each file")
+    diffs = "\n".join(_one_diff(sides, name, int(context), notes) for name in names)
     return f'<div class="fl-diff">\n{diffs}\n</div>'
 
 
@@ -525,20 +541,55 @@ def results(source, language, css_class, options, md, **kwargs) -> str:
 
 
 def timeline(source, language, css_class, options, md, **kwargs) -> str:
-    """Fence `timeline stage= head_dim= [machine= part=]`: one CTA of a small problem, SM model."""
+    """Fence `timeline stage= head_dim= [machine= part=]`: one CTA of a small problem, SM model.
+
+    With `[length= below= mask=]` see `_stacked`.
+    """
     from . import derived
     from . import timeline as drawing
 
     kernel, head_dim, _ = _plan(options)
     try:
         machine = derived.machine(options.get("machine", "B200"))
+        if {"length", "below", "mask"} & set(options):
+            return _stacked(options, kernel, head_dim, machine)
+        run = derived.small_run(kernel, machine, head_dim)
     except ValueError as error:
         raise FenceError(f"fence timeline: {error}") from error
-    run = derived.small_run(kernel, machine, head_dim)
     picture = drawing.svg(run, background=False)
-    detail = f"SM model of stage {kernel.tag}, one CTA alone on its SM; figures of {machine.name}, "
-    detail += "with their sources, in common/model/machine.py"
+    detail = f"SM model of stage {kernel.tag}, one CTA alone on its SM; {_figures(machine)}"
     caption = f"one CTA, {derived.SMALL_KEYS} keys, head dim {head_dim}: cycles by role and engine"
+    caption = f'<p class="fl-caption">{caption} {mark("D", detail)}</p>'
+    return f'<div class="fl-timeline">\n{caption}\n{picture}</div>'
+
+
+def _figures(machine) -> str:
+    return f"figures of {machine.name}, with their sources, in common/model/machine.py"
+
+
+def _stacked(options: dict[str, str], kernel: KernelSource, head_dim: int, machine) -> str:
+    """A row for each role; with below="06", or "07/part", above that kernel on one time scale.
+
+    length: queries and keys, 512 unless told; mask="causal" is of the upper one.
+    """
+    from . import derived, stacked
+
+    length, mask = options.get("length", "512"), options.get("mask", "causal")
+    if not length.isdigit() or mask != "causal":
+        raise ValueError(f'length="{length}" is not a number, or mask="{mask}" not causal')
+    kernels = [(kernel, "mask" in options)]
+    if "below" in options:
+        number, _, part = options["below"].partition("/")
+        below = {**options, "stage": f"{_number(number, 'below'):02d}", "part": part}
+        kernels.append((_plan(below)[0], False))
+    panels = []
+    for shown, causal in kernels:
+        run = derived.small_run(shown, machine, head_dim, int(length), causal)
+        panels.append(stacked.Panel(derived.said_of(shown, run, head_dim, causal), run))
+    said = " Below it ".join(panel.title for panel in panels)
+    picture = stacked.svg(panels, f"Timeline of {said}")
+    detail = f"SM model, the first CTA or pair alone; {_figures(machine)}"
+    caption = f"{length} queries and keys, head dim {head_dim}: cycles by role, then by engine"
     caption = f'<p class="fl-caption">{caption} {mark("D", detail)}</p>'
     return f'<div class="fl-timeline">\n{caption}\n{picture}</div>'
 
@@ -576,12 +627,35 @@ def _described(fence: str, source: str, options: dict[str, str], known: dict) ->
 
 
 def drawing(source, language, css_class, options, md, **kwargs) -> str:
-    """Fence `drawing name=`: a figure of common/primers as inline SVG; its body describes it."""
+    """Fence `drawing name=`: a figure of common/primers as inline SVG; its body describes it.
+
+    With `stage= head_dim= [part=]` the figure of that kernel's plan, where the figure has one.
+    """
     shown, description = _described("drawing", source, options, DRAWINGS)
-    caption = f"{html.escape(shown.caption)} {mark('D', shown.source)}"
-    picture = shown.draw().render(description)
+    board, caption, detail = shown.draw, shown.caption, shown.source
+    if set(options) - {"name"}:
+        board, caption, detail = _of_plan(shown, options)
+    caption = f"{html.escape(caption)} {mark('D', detail)}"
     caption = f'<figcaption class="fl-caption">{caption}</figcaption>'
+    picture = board().render(description)
     return f'<figure class="fl-drawing">{picture}{caption}</figure>'
+
+
+def _of_plan(shown, options: dict[str, str]) -> tuple:
+    """(what draws it, caption, source) of a drawing that shows the plan which `options` name."""
+    if shown.of_plan is None or {"stage", "head_dim"} - set(options):
+        plans = ", ".join(name for name, row in DRAWINGS.items() if row.of_plan)
+        raise FenceError(
+            f"fence drawing: stage, head_dim and part go together, with one of: {plans}"
+        )
+    kernel, head_dim, plan = _plan(options)
+    if not plan.tmem:
+        raise FenceError(f"fence drawing: stage {kernel.tag} {EMPTY['tmem']}")
+    caption = f"tensor memory of stage {kernel.tag}, head dim {head_dim}"
+    if any(region.aliases for region in plan.tmem):
+        caption += "; what lies below another shares its columns"
+    detail = f"stages/{kernel.tag}/config.py: plan({head_dim}).tmem"
+    return lambda: shown.of_plan(plan), caption, detail
 
 
 def interactive(source, language, css_class, options, md, **kwargs) -> str:

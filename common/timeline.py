@@ -245,7 +245,7 @@ def svg(run: Run, *, background: bool = True) -> str:
     if steps:
         parts.append(_occupancy(steps, cycles, scale, y))
         y += 3 * ROW + GAP
-    parts = [*_axis(cycles, scale, top, y), *parts]
+    parts = [*axis(cycles, scale, top, y), *parts]
     height = y + 38
     parts.append(f'<text x="{LABEL}" y="{height - 4}">{html.escape(note(run))}</text>')
     if background:
@@ -296,7 +296,7 @@ def _bar(span: Span, colors: dict[str, str], scale: float, y: float) -> str:
     return f'<rect {place} height="{ROW - 2}" fill="{fill}">{title}</rect>'
 
 
-def _axis(cycles: float, scale: float, top: float, bottom: float) -> list[str]:
+def axis(cycles: float, scale: float, top: float, bottom: float) -> list[str]:
     """Grid lines with their cycles."""
     rough = cycles / TICKS
     power = 10.0 ** math.floor(math.log10(rough))

@@ -111,6 +111,34 @@ def test_stage_diff_is_cut_after_60_lines(pair):
     assert f"36 more lines: {command}" in text_of(page)
 
 
+def test_stage_diff_is_annotated(pair):
+    (pair[1] / "kernel.py").write_text("TILE = 256\n")
+    page = fence(
+        'stage-diff a="01" b="02" file="kernel.py"', "git diff\n1 | = 256 | Twice the `TILE`."
+    )
+    link = '<a class="fl-note" href="#note-01-02-kernel-py-1">1</a>'
+    assert f'{link}<span class="gi">+TILE = 256</span>' in page and page.count("fl-note") == 2
+    assert '<li id="note-01-02-kernel-py-1">Twice the <code>TILE</code>.</li>' in page
+    assert "fl-note" not in fence('stage-diff a="01" b="02" file="kernel.py"')
+
+
+@pytest.mark.parametrize(
+    ("files", "body", "message"),
+    [
+        ("kernel.py", "1 | = 512 | x", "no changed line shown has '= 512'"),
+        ("kernel.py", "words", "'words' is no annotation"),
+        ("kernel.py load.py", "1 | = 256 | x", "a fence of their own for each file"),
+        ("load.py", "1 | = 256 | x", "no changed line"),  # the same in both
+    ],
+)
+def test_annotations_that_are_stale_end_the_build(pair, files, body, message):
+    (pair[1] / "kernel.py").write_text("TILE = 256\n")
+    for folder in pair:
+        (folder / "load.py").write_text("TILE = 256\n")
+    with pytest.raises(fences.FenceError, match=message):
+        fence(f'stage-diff a="01" b="02" file="{files}"', f"git diff\n{body}")
+
+
 @pytest.mark.parametrize(
     "head, message",
     [
@@ -384,8 +412,61 @@ def test_a_figure_that_is_wrong_ends_the_build(head, body, words):
         fence(f"figure {head}", body)
 
 
+@pytest.mark.parametrize(
+    ("head", "titles"),
+    [
+        ('stage="02" head_dim="64" length="256"', ["stage 02: one CTA, 128 queries, 2 key tiles"]),
+        (
+            'stage="04" head_dim="64" length="256" below="03"',
+            ["stage 04: one CTA, 256 queries, 2 key", "stage 03: one CTA, 256 queries, 2 key"],
+        ),
+        (
+            'stage="07" part="backward_1cta" head_dim="128" length="256" below="07/backward_2cta"',
+            [
+                "stage 07/backward_1cta: one CTA, 128 keys",
+                "stage 07/backward_2cta: a pair, 256 keys",
+            ],
+        ),
+        (
+            'stage="08" head_dim="64" length="384" mask="causal" below="08"',
+            ["08, causal: one CTA, 256 queries, 2 key", "08: one CTA, 256 queries, 3 key tiles"],
+        ),
+    ],
+)
+def test_timelines_stand_above_one_another(head, titles):
+    page = fence(f"timeline {head}")
+    assert page.count("<svg") == 1 and 'role="img" aria-label="Timeline of stage 0' in page
+    places = [page.index(f">stage {title.removeprefix('stage ')}") for title in titles]
+    assert places == sorted(places) and ">D</abbr>" in page and "not measured" in page
+    assert all(title in re.search('aria-label="(.*?)"', page)[1] for title in titles)
+    assert "the bare file" not in page and not re.search(r'fill="(white|#222)"', page)
+
+
+def test_a_timeline_shows_512_keys_unless_told():
+    assert "512 queries and keys" in fence('timeline stage="02" head_dim="64" below="02"')
+
+
+def test_pages_show_a_timeline_above_the_previous_one():
+    """The stages of the forward, stage 07 its pair below one CTA, stage 08 a mask."""
+    heads = {number: [] for number in flash_ladder.built()}
+    for number, found in heads.items():
+        text = (fences.stage_folder(number) / "README.md").read_text(encoding="utf-8")
+        found += re.findall(r"```timeline (.*)", text)
+    assert all('length="512"' in head for head in heads[2]) and len(heads[2]) == 1
+    for number in range(3, 7):
+        assert [f'below="{number - 1:02d}"' in head for head in heads[number]] == [True]
+    assert ['below="07/backward_2cta"' in head for head in heads[7]] == [True]
+    assert ['mask="causal" below="08"' in head for head in heads[8]] == [True]
+
+
 def test_timeline_errors_end_the_build():
     for head, words in (
+        ('stage="04" head_dim="64" below="99"', 'below="99" is no stage'),
+        ('stage="04" head_dim="64" below="03/x"', "stage 03 has no part 'x'"),
+        ('stage="04" head_dim="64" length="x"', 'length="x" is not a number'),
+        ('stage="04" head_dim="64" length="100"', "a multiple of 128 up to 1024; got 100"),
+        ('stage="08" head_dim="64" mask="window"', 'mask="window"'),
+        ('stage="06" head_dim="64" mask="causal"', "stage 06 has no causal mask"),
         ('stage="01" head_dim="96"', "is outside stage 01"),
         ('stage="01" head_dim="64" machine="A100"', "fence timeline: no machine 'A100'"),
         ('stage="01"', "missing"),
@@ -458,6 +539,68 @@ def test_a_drawing_stays_on_its_board(name):
         width = len(html.unescape(text)) * (4.7 if small else 5.5)
         left = float(x) - width * {"start": 0, "middle": 0.5, "end": 1}[anchor]
         assert -4 <= left and left + width <= board.width + 4, text
+
+
+def boxes_of(page: str) -> dict[str, tuple[float, float, float]]:
+    """Label: (x, y, width) of the boxes of a drawing."""
+    found = re.findall(
+        r'<rect class="\w+" x="(\S+)" y="(\S+)" width="(\S+)" height="30"/><text[^>]*>(.*?)<', page
+    )
+    return {label: tuple(map(float, place)) for *place, label in found}
+
+
+def test_a_map_of_tensor_memory_is_that_of_the_plan():
+    head = 'drawing name="tmem-map" stage="07" part="backward_2cta" head_dim="128"'
+    page = fence(head, "words")
+    boxes, rows = boxes_of(page), flash_ladder.load(7).part("backward_2cta").config.plan(128).tmem
+    assert set(boxes) == {region.name for region in rows}
+    for region in rows:
+        x, y, width = boxes[region.name]
+        assert x == pytest.approx(4 + region.column * 350 / 512, abs=0.01)
+        assert width == pytest.approx(region.columns * 350 / 512, abs=0.01)
+        assert all(boxes[other][1] > y for other in region.aliases)
+    assert "derived: stages/07/backward_2cta/config.py: plan(128).tmem" in page
+    assert "shares its columns" in page and 'aria-label="words"' in page
+
+
+def test_a_map_shows_what_is_free():
+    page = fence('drawing name="tmem-map" stage="02" head_dim="64"', "words")
+    assert page.count(">free</text>") == 2 and "shares" not in page
+    assert {y for _, y, _ in boxes_of(page).values()} == {26.0}
+    assert "free" not in fence('drawing name="tmem-map" stage="03" head_dim="128"', "words")
+
+
+def test_the_primer_shows_the_map_of_stage_06():
+    primer, page = (
+        fence(f'drawing name="tmem-map"{head}', "words")
+        for head in ("", ' stage="06" head_dim="128"')
+    )
+    assert boxes_of(primer) == boxes_of(page) and len(boxes_of(page)) == 6
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ('name="sm" stage="03" head_dim="128"', "go together, with one of: tmem-map"),
+        ('name="tmem-map" stage="03"', "go together"),
+        ('name="tmem-map" part="backward_1cta"', "go together"),
+        ('name="tmem-map" stage="01" head_dim="64"', "stage 01 uses no tensor memory"),
+        ('name="tmem-map" stage="07" part="backward_2cta" head_dim="64"', "is outside stage 07/"),
+    ],
+)
+def test_maps_that_cannot_be_drawn_end_the_build(head, message):
+    with pytest.raises(fences.FenceError, match=re.escape(message)):
+        fence(f"drawing {head}", "words")
+
+
+@pytest.mark.parametrize(
+    ("number", "parts"),
+    [(2, [""]), (3, [""]), (4, [""]), (7, ["backward_1cta", "backward_2cta"])],
+)
+def test_pages_show_the_map_of_tensor_memory(number, parts):
+    text = (fences.stage_folder(number) / "README.md").read_text(encoding="utf-8")
+    heads = re.findall(rf'```drawing name="tmem-map" stage="{number:02d}" (.*)', text)
+    assert [(re.search('part="(.*?)"', head) or ["", ""])[1] for head in heads] == parts
 
 
 @pytest.mark.parametrize("name", fences.INTERACTIVE)

@@ -127,7 +127,7 @@ def _rescales(name: str, threshold: float) -> int:
 
 
 STAGE6 = load(6).config
-REGIONS = {row.name: row for row in tmem.regions()}
+REGIONS = {row.name: row for row in tmem.plan().tmem}
 SMALL = STAGE6.plan(64).tmem
 PLAN7 = pair.plan()
 EXCHANGED = PLAN7.barrier("dx_full").tx_bytes

@@ -11,17 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..plan import Plan
 from . import ceilings, chain, dsl, pair, ring, softmax, swizzle, tmem
 from .svg import Board
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """`draw` makes the figure; `source` says what its numbers are derived from."""
+    """`draw` makes the figure; `source` says what its numbers are derived from.
+
+    of_plan: makes the same figure of a kernel's plan, where there can be one.
+    """
 
     draw: Callable[[], Board]
     caption: str
     source: str
+    of_plan: Callable[[Plan], Board] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,10 @@ DRAWINGS = {
         "common/model/tmem.py; PTX ISA, sections 9.7.16.1 and 9.7.16.8",
     ),
     "tmem-map": Drawing(
-        tmem.draw_map,
-        "tensor memory of a forward kernel at head dim 128",
+        lambda: tmem.draw_map(tmem.plan()),
+        "tensor memory of a forward kernel at head dim 128; what lies below shares columns",
         "stages/06/config.py: plan(128).tmem",
+        of_plan=tmem.draw_map,
     ),
     "mbarrier-phases": Drawing(
         ring.draw,

@@ -6,15 +6,16 @@ from __future__ import annotations
 import flash_ladder
 
 from ..model.tmem import LANES, QUARTER_LANES, QUARTERS
-from ..plan import TMEM_COLUMNS, TmemRegion
+from ..plan import TMEM_COLUMNS, Plan, TmemRegion
 from .svg import Board
 
-STAGE, HEAD_DIM = 6, 128  # whose plan the map shows
+STAGE, HEAD_DIM = 6, 128  # whose plan the primer shows
+KINDS = {"S": "tmem", "dP": "tmem", "P": "exp", "dS": "exp"}  # colours; others are accumulators
 
 
-def regions() -> tuple[TmemRegion, ...]:
-    """Tensor memory of the plan that the map shows."""
-    return flash_ladder.load(STAGE).config.plan(HEAD_DIM).tmem
+def plan() -> Plan:
+    """The plan whose map the primer shows."""
+    return flash_ladder.load(STAGE).config.plan(HEAD_DIM)
 
 
 def draw_lanes() -> Board:
@@ -35,18 +36,50 @@ def draw_lanes() -> Board:
     return board
 
 
-def draw_map() -> Board:
-    """The columns of the map: what does not lie in another region above, what does below."""
-    board, scale = Board(118), 350 / TMEM_COLUMNS
-    rows = regions()
-    hosts = {name for row in rows for name in row.aliases}
-    for row in rows:
-        y = 60 if row.name in hosts else 26
-        kind = "mma" if row.name[0] == "O" else "exp" if row.name[0] == "P" else "tmem"
-        board.box(4 + row.column * scale, y, row.columns * scale, 30, kind, row.name)
+def rows_of(plan: Plan) -> list[list[TmemRegion]]:
+    """The regions of a plan in rows: one that shares columns with another lies below it."""
+    rows: list[list[TmemRegion]] = []
+    for region in plan.tmem:
+        end = region.column + region.columns
+        for row in rows:
+            if all(
+                end <= other.column or other.column + other.columns <= region.column
+                for other in row
+            ):
+                row.append(region)
+                break
+        else:
+            rows.append([region])
+    return rows
+
+
+def unused(plan: Plan) -> list[tuple[int, int]]:
+    """(first column, columns) of what no region of a plan has."""
+    found, at = [], 0
+    for region in sorted(plan.tmem, key=lambda row: row.column):
+        if region.column > at:
+            found.append((at, region.column - at))
+        at = max(at, region.column + region.columns)
+    return [*found, (at, TMEM_COLUMNS - at)] if at < TMEM_COLUMNS else found
+
+
+def draw_map(plan: Plan) -> Board:
+    """The columns of a plan; below a region what shares its columns at another time.
+
+    Colours: what an MMA accumulates over tiles, what threads read at each tile, what they write as
+    an operand.
+    """
+    rows = rows_of(plan)
+    board, scale = Board(30 + 34 * len(rows)), 350 / TMEM_COLUMNS
+    for level, row in enumerate(rows):
+        for region in row:
+            kind = KINDS.get(region.name.rstrip("0123456789"), "mma")
+            x, width = 4 + region.column * scale, region.columns * scale
+            board.box(x, 26 + 34 * level, width, 30, kind, region.name, small=width < 40)
+    for column, columns in unused(plan):
+        board.box(4 + column * scale, 26, columns * scale, 30, "faint", "free", small=True)
     for column in range(0, TMEM_COLUMNS + 1, LANES):
         x, anchor = 4 + column * scale, "end" if column == TMEM_COLUMNS else "middle"
         board.text(max(x, 10), 16, str(column), anchor, small=True)
         board.line(x, 19, x, 25)
-    board.text(4, 108, "S, then P in half of its columns; O stays: 32-bit columns", small=True)
     return board
