@@ -261,7 +261,7 @@ def test_the_page_compares_the_model_with_what_was_published():
     one, pair = (_tflops(name) for name in (ONE, PAIR))
     assert f"gives them {one:.0f} and {pair:.0f} TFLOP/s" in TEXT
     slow, fast = PUBLISHED["non-causal"]
-    assert f"have {slow} and {fast} (Q: the same)" in TEXT
+    assert f"have {slow} and {fast} (Q: that pull request)" in TEXT
     off = f"That is {100 - 100 * one / slow:.0f} % too little and {100 * pair / fast - 100:.0f} %"
     assert f"{off} too much, {pair / one:.2f} in all" in TEXT
     least, most = sorted(f"{b / a:.2f}" for a, b in PUBLISHED.values())

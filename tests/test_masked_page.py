@@ -31,6 +31,8 @@ def test_the_page_says_how_many_tiles_a_causal_cta_masks():
     ]
     assert (tiles, masked) == ((0, 64), [2, 1])
     assert "a CTA masks 2 of up to 64 key tiles" in TEXT
+    assert model.visited_tiles(0, 256, sequence, window) == (0, 2)
+    assert "with 8192 tokens the last CTA visits 64 key tiles and the first 2 (D)" in TEXT
     assert "two key tiles have a mask, for three of their four query tiles" in TEXT
 
 
