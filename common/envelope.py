@@ -157,8 +157,11 @@ def check_tensors(stage: Stage, named: dict) -> None:
         raise TypeError(f"q, k and v must have one dtype; got {given}")
 
 
-def check_shapes(stage: Stage, q, k, v) -> None:
-    """ValueError unless (b, s, h, d) fit each other and the stage; sizes may be symbols."""
+def check_shapes(stage: Stage, q, k, v, grouped_heads: bool = False) -> None:
+    """ValueError unless (b, s, h, d) fit each other and the stage; sizes may be symbols.
+
+    grouped_heads: whether k and v may have fewer heads, also where the stage's kernels cannot.
+    """
     envelope = stage.config.ENVELOPE
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -172,7 +175,7 @@ def check_shapes(stage: Stage, q, k, v) -> None:
         raise ValueError(
             f"stage {stage.tag} has head dim {allowed}; got {q.shape[3]}" + _lift(stage, "head_dim")
         )
-    if q.shape[2] != k.shape[2] and not envelope.grouped_heads:
+    if q.shape[2] != k.shape[2] and not (grouped_heads or envelope.grouped_heads):
         raise ValueError(
             f"stage {stage.tag} needs as many key as query heads; got {shapes}"
             + _lift(stage, "heads")

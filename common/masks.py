@@ -228,7 +228,9 @@ def _count(cu_seqlens_q, cu_seqlens_k) -> int:
     """How many sequences they describe."""
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(cu, Tensor) or cu.dim() != 1 or not cu.shape[0]:
-            raise TypeError(f"{name} must be a tensor with one axis, not empty; got {_what(cu)}")
+            raise TypeError(
+                f"{name} must be a tensor with one axis, not empty; got {described(cu)}"
+            )
     of_q, of_k = cu_seqlens_q.shape[0] - 1, cu_seqlens_k.shape[0] - 1
     if of_q != of_k:
         raise ValueError(f"cu_seqlens_q describes {of_q} sequences, cu_seqlens_k {of_k}")
@@ -245,7 +247,7 @@ def _check_maximum(name: str, value, rows: int, packed: bool) -> int:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
-            f"{name} must be an int, or a CPU tensor that holds one; got {_what(value)}"
+            f"{name} must be an int, or a CPU tensor that holds one; got {described(value)}"
         )
     if value < 0:
         raise ValueError(f"{name} must be 0 or more; got {value}")
@@ -256,7 +258,7 @@ def _check_integers(name: str, values, count: int, device: torch.device) -> None
     if values is None:
         return
     if not isinstance(values, Tensor) or values.dtype != torch.int32:
-        raise TypeError(f"{name} must be an int32 tensor; got {_what(values)}")
+        raise TypeError(f"{name} must be an int32 tensor; got {described(values)}")
     if values.shape != (count,):
         raise ValueError(f"{name} must have shape ({count},); got {tuple(values.shape)}")
     if values.device != device:
@@ -276,7 +278,8 @@ def _rows(cu, used, rows: int, most: int, batch: int, like: Tensor) -> tuple[Ten
     return begin, begin + rows if used is None else used.clamp(0, rows)
 
 
-def _what(value) -> str:
+def described(value) -> str:
+    """A value in a message."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
-    return f"{type(value).__name__} {value!r}"
+    return f"{type(value).__name__} {value!r:.60}"

@@ -25,7 +25,6 @@ Note [Copies]
 from __future__ import annotations
 
 import functools
-import numbers
 import sys
 import warnings
 from dataclasses import replace
@@ -34,23 +33,23 @@ import torch
 from torch import Tensor
 
 from . import compile as compiling
-from .envelope import (
-    ALIGN_BYTES,
-    Problem,
-    check_all,
-    check_shapes,
-    check_tensors,
-    checked_scale,
-)
+from .envelope import ALIGN_BYTES, Problem, check_all
 from .gradients import Saved, Workspace, backward, is_loadable, loadable
 from .launch import forward, modes
-from .masks import check_sequences, rows_of, window
+from .masks import rows_of, window
 from .model.sequences import OPEN
+from .op_inputs import (
+    ALTERNATIVE,
+    LENGTHS,
+    check_arguments,
+    check_inputs,
+    check_types,
+    number,
+    scale_of,
+)
 from .stage import Stage
-from .transforms import refusal
 
 LAST = 8  # the stage whose kernels are used
-ALTERNATIVE = "torch.nn.functional.scaled_dot_product_attention runs everywhere"
 
 Window = tuple[int | None, int | None]
 
@@ -82,8 +81,8 @@ def flash_attn_func(
 
     Raises TypeError or ValueError before anything is launched: what was given, what is allowed.
     """
-    _check_arguments((q, k, v), 4, "(batch, seqlen, heads, head_dim)", deterministic)
-    scale, sides = _scale(softmax_scale, q), window(causal, window_size)
+    check_arguments((q, k, v), 4, "(batch, seqlen, heads, head_dim)", deterministic)
+    scale, sides = scale_of(softmax_scale, q), window(causal, window_size)
     out, lse = _attend(q, k, v, ((None,) * 4, None, None, scale, *sides))
     return (out, lse) if return_lse else out
 
@@ -123,60 +122,13 @@ def flash_attn_varlen_func(
 
     Raises as `flash_attn_func`.
     """
-    _check_arguments((q, k, v), 3, "(total, heads, head_dim)", deterministic)
-    scale, sides = _scale(softmax_scale, q), window(causal, window_size)
+    check_arguments((q, k, v), 3, "(total, heads, head_dim)", deterministic)
+    scale, sides = scale_of(softmax_scale, q), window(causal, window_size)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    for name, x in zip(_LENGTHS, lengths):
-        if not isinstance(x, Tensor) and (x is not None or name.startswith("cu")):
-            raise TypeError(f"{name} must be an int32 tensor on {q.device}; got {_what(x)}")
-    most = _number("max_seqlen_q", max_seqlen_q), _number("max_seqlen_k", max_seqlen_k)
+    check_types(lengths)
+    most = number("max_seqlen_q", max_seqlen_q), number("max_seqlen_k", max_seqlen_k)
     out, lse = _attend(q, k, v, (lengths, *most, scale, *sides))
     return (out, lse) if return_lse else out
-
-
-def _check_arguments(tensors, rank: int, layout: str, deterministic: bool) -> None:
-    """What the operator cannot say well; the rest is checked when it runs."""
-    if deterministic:
-        raise ValueError(
-            "deterministic=True does not exist yet: dK and dV have the same bits each time, dQ "
-            f"is added up in no fixed order. Leave it out; {ALTERNATIVE}"
-        )
-    for name, x in zip("qkv", tensors):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {_what(x)}")
-        if x.layout is not torch.strided or x.is_nested:
-            kind = "nested" if x.is_nested else x.layout
-            raise TypeError(f"{name} must be a dense (strided) tensor; got a {kind} one")
-        if x.dim() != rank:
-            raise ValueError(f"{name} must be {layout}; got {tuple(x.shape)}")
-    if not torch.compiler.is_compiling():
-        why = refusal(dict(zip("qkv", tensors)))
-        if why:
-            raise TypeError(f"flash_ladder's attention {why}")
-
-
-def _scale(softmax_scale, q: Tensor) -> float:
-    return checked_scale(softmax_scale, max(q.shape[-1], 1))  # a head dim of 0 is refused later
-
-
-def _number(name: str, value) -> int | None:
-    """An int of an int or of a CPU tensor that holds one."""
-    given = value
-    if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
-        value = value.item()
-    if value is None or (torch.compiler.is_compiling() and isinstance(value, int)):
-        return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(
-            f"{name} must be an int, or a CPU tensor that holds one; got {_what(given)}"
-        )
-    return min(int(value), OPEN)
-
-
-def _what(x) -> str:
-    if isinstance(x, Tensor):
-        return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
-    return type(x).__name__ if x is None else f"{type(x).__name__} {x!r:.60}"
 
 
 _KNOWN: dict[tuple, tuple[Problem, bool]] = {}  # See Note [Known problems]
@@ -253,7 +205,6 @@ def _traced() -> bool:
 
 # ---- the operators -------------------------------------------------------------------------
 
-_LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 _OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float softmax_scale, SymInt left, SymInt right"
@@ -346,38 +297,12 @@ def _problem(q, k, v, options) -> Problem:
     Raises TypeError or ValueError for what no kernel takes.
     """
     lengths, (*most, scale, left, right) = options[:4], options[4:]
-    stand_ins = _check_inputs(q, k, v, lengths)
+    stand_ins = check_inputs(last_stage(), q, k, v, lengths)
     sides = tuple(None if side == OPEN else side for side in (left, right))
-    given = dict(zip(_LENGTHS, lengths), max_seqlen_q=most[0], max_seqlen_k=most[1])
+    given = dict(zip(LENGTHS, lengths), max_seqlen_q=most[0], max_seqlen_k=most[1])
     problem = check_all(last_stage(), *stand_ins, scale, need_cuda=None, window_size=sides, **given)
     check_device(q.device)
     return problem
-
-
-def _check_inputs(q, k, v, lengths) -> tuple[Tensor, Tensor, Tensor]:
-    """TypeError or ValueError unless these fit each other and the stage; sizes may be symbols.
-
-    Returns tensors like those that kernels take but for their numbers and their memory.
-    """
-    check_tensors(last_stage(), {"q": q, "k": k, "v": v})
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() in (3, 4):
-        raise ValueError(
-            f"q, k and v must be (batch, seqlen, heads, head_dim) or (total, heads, head_dim); got "
-            f"{shapes}"
-        )
-    check_sequences(q, k, lengths[:2], lengths[2:])
-    heads, own = q.shape[-2], k.shape[-2]
-    if own != v.shape[-2]:
-        raise ValueError(f"k and v must have one number of heads; got {shapes}")
-    if own < 1 or heads < 1 or heads % own:
-        raise ValueError(
-            f"q has {heads} heads, k and v {own}; need at least one, and in q a multiple of those "
-            f"of k and v; got {shapes}"
-        )
-    like = [x.new_empty(x.shape[-1]).expand(*x.shape[:-2], heads, x.shape[-1]) for x in (q, k, v)]
-    check_shapes(last_stage(), *(x[None] if x.dim() == 3 else x for x in like))
-    return tuple(like)
 
 
 def _lie_well(q, k, v) -> bool:
@@ -429,7 +354,7 @@ def _tell(key: compiling.CompileKey) -> None:
 
 @attention.register_fake
 def _(q, k, v, *options):
-    _check_inputs(q, k, v, options[:4])
+    check_inputs(last_stage(), q, k, v, options[:4])
     *batch, seqlen, heads, _ = q.shape
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
         (*batch, heads, seqlen), dtype=torch.float32
@@ -438,7 +363,7 @@ def _(q, k, v, *options):
 
 @attention_backward.register_fake
 def _(dout, dlse, q, k, v, out, lse, *options):
-    _check_inputs(q, k, v, options[:4])
+    check_inputs(last_stage(), q, k, v, options[:4])
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
