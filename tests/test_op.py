@@ -459,7 +459,9 @@ def test_modes_and_tracers_see_a_known_problem(short_cut):
         flash_attn_func(q, k, v)
     graph = make_fx(lambda *x: flash_attn_func(*x), pre_dispatch=True)(q, k, v).graph
     assert "flash_ladder.attention" in str(graph)
-    scripted = torch.jit.trace(lambda *x: flash_attn_func(*x), (q, k, v), check_trace=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.trace is deprecated
+        scripted = torch.jit.trace(lambda *x: flash_attn_func(*x), (q, k, v), check_trace=False)
     assert "flash_ladder::attention" in str(scripted.graph)
     assert not short_cut
 
