@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from flash_ladder import flash_attn_func, flash_attn_varlen_func
-from flash_ladder.common import compile, gradients, masks, op, reference
+from flash_ladder.common import compile, gradients, launch, masks, op, reference
 from flash_ladder.common.compile import CompileKey
 from flash_ladder.common.gradients import oracle_forward
 from flash_ladder.common.model.sequences import OPEN
@@ -30,6 +30,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 DENSE = (None,) * 6  # cu_seqlens, seqused, max_seqlen
@@ -696,6 +697,35 @@ def test_examples_of_the_page_run(oracle, number):
     torch._dynamo.reset()
     exec(compile_code(code, f"example {number + 1}", "exec"), {})
     assert oracle and len(EXAMPLES) == 6
+
+
+class _Launches(TorchDispatchMode):
+    """Names of the operators that start a kernel on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        views = ("empty", "expand", "select", "slice", "unsqueeze", "view")
+        if not any(word in str(function) for word in views):
+            self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("shared", "count"), [(True, 6), (False, 9)])
+def test_packed_sequences_start_as_many_kernels_as_the_page_says(short_cut, shared, count):
+    q, k, v, (cu_q, cu_k) = _packed(heads_kv=4)
+    lengths = cu_q, cu_q if shared else cu_k, None, None
+    tensors = (q, q, q) if shared else (q, k, v)
+    problem = op._problem(*tensors, (*lengths, None, None, 0.125, OPEN, 0))
+    with _Launches() as mode:
+        made = op._with_lengths(problem, *tensors[:2], lengths)
+        launch.empty_results(made, q[None])
+    assert len(mode.seen) == count, mode.seen
+    assert "(six in a forward where queries and keys share `cu_seqlens`, else nine)" in " ".join(
+        PAGE.split()
+    )
 
 
 @pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
