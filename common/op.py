@@ -259,8 +259,11 @@ def _backward(problem: Problem, dout, dlse, q, k, v, out, lse, lengths):
 
 
 def _with_lengths(problem: Problem, q, k, lengths) -> Problem:
-    mask = problem.mask.with_lengths(lengths[:2], lengths[2:], rows_of(q, k))
-    return problem if mask is problem.mask else replace(problem, mask=mask)
+    cu_q, cu_k, used_q, used_k = lengths
+    if cu_q is cu_k is used_q is used_k is None:
+        return problem
+    mask = problem.mask.with_lengths((cu_q, cu_k), (used_q, used_k), rows_of(q, k))
+    return replace(problem, mask=mask)
 
 
 def run_forward(problem: Problem, q, k, v) -> tuple[Tensor, Tensor]:

@@ -450,6 +450,20 @@ class _Functions(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class _Launches(TorchDispatchMode):
+    """Names of the operators that start a kernel on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        views = ("empty", "expand", "select", "slice", "unsqueeze", "view")
+        if not any(word in str(function) for word in views):
+            self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 def test_modes_and_tracers_see_a_known_problem(short_cut):
     q, k, v = _qkv(heads_kv=4)
     flash_attn_func(q, k, v)
@@ -458,6 +472,11 @@ def test_modes_and_tracers_see_a_known_problem(short_cut):
     assert any("flash_ladder" in name for name in mode.seen)
     with torch.device("cpu"):
         flash_attn_func(q, k, v)
+    with _Launches() as mode:
+        flash_attn_func(q, k, v)
+    assert any("flash_ladder" in name for name in mode.seen)
+    with torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.PreDispatch):
+        assert op._traced()
     graph = make_fx(lambda *x: flash_attn_func(*x), pre_dispatch=True)(q, k, v).graph
     assert "flash_ladder.attention" in str(graph)
     with warnings.catch_warnings():
@@ -521,8 +540,11 @@ def test_compiled_without_a_break_and_once_for_all_lengths(oracle):
     assert counter.frame_count == 1
 
 
-def test_a_second_derivative_is_refused(oracle):
+@pytest.mark.parametrize("number", range(2))
+def test_a_second_derivative_is_refused(short_cut, number):
     q, k, v = _qkv(grad=True)
+    for _ in range(number):
+        flash_attn_func(q, k, v)
     (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(
         RuntimeError, match=r"its backward has no backward\. Leave out create_graph"
@@ -586,6 +608,7 @@ BAD = {
     "head dim": ({name: torch.zeros(2, 5, 4, 72).bfloat16() for name in "qkv"}, ValueError, "72"),
     "head dim 0": ({name: torch.zeros(2, 5, 4, 0).bfloat16() for name in "qkv"}, ValueError, "dim"),
     "no heads": ({"q": torch.zeros(2, 5, 0, 64).bfloat16()}, ValueError, "need at least one head"),
+    "no heads of k": (_of_keys(0), ValueError, "q has 4 heads, k and v 0"),
     "huge scale": ({"softmax_scale": 10**400}, ValueError, "softmax_scale must be finite"),
     "sparse": ({"q": torch.zeros(2, 5, 4, 64).to_sparse()}, TypeError, r"q must be a dense"),
     "nested": (
@@ -697,20 +720,6 @@ def test_examples_of_the_page_run(oracle, number):
     torch._dynamo.reset()
     exec(compile_code(code, f"example {number + 1}", "exec"), {})
     assert oracle and len(EXAMPLES) == 6
-
-
-class _Launches(TorchDispatchMode):
-    """Names of the operators that start a kernel on a GPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        views = ("empty", "expand", "select", "slice", "unsqueeze", "view")
-        if not any(word in str(function) for word in views):
-            self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("shared", "count"), [(True, 6), (False, 9)])
