@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from .masks import MASK_OPTIONS, Mask, mask_of
+from .masks import MASK_OPTIONS, Mask, mask_without_lengths, rows_of, window
 from .model.sequences import OPEN
 from .transforms import BY_AUTOGRAD, refusal
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ALIGN_BYTES = 16  # base address and strides: one vector load
 SCALES = (2.0**-125, 2.0**127)  # times log2(e), these are normal float32 numbers
 TILE_ROWS = 128  # the fewest query or key rows of a CTA
+OF_BOTH = "cu_seqlens", "seqused", "max_seqlen"  # options of q and of k
 MAX_GRID = 2**31 - 1  # CTAs of a 1-D grid (CUDA Programming Guide, compute capabilities)
 
 
@@ -64,9 +65,20 @@ def check(
     TypeError (not a tensor, a tensor of a transform, dtype, type of the scale) or ValueError
     (shapes, lengths, strides, device, gradients, value of the scale).
     """
+    problem = check_all(stage, q, k, v, softmax_scale, need_cuda=need_cuda, **options)
+    if problem.mask is None:
+        return problem
+    cu, used, _ = ([options.get(f"{name}_{x}") for x in "qk"] for name in OF_BOTH)
+    return replace(problem, mask=problem.mask.with_lengths(cu, used, rows_of(q, k)))
+
+
+def check_all(
+    stage: Stage, q, k, v, softmax_scale, *, need_cuda: bool | None, **options
+) -> Problem:
+    """`check`, but the mask has no `lengths` yet: nothing is launched."""
     named = {"q": q, "k": k, "v": v}
     _check_transforms(stage, named, need_cuda)
-    _check_tensors(stage, named)
+    check_tensors(stage, named)
     mask = _checked_mask(stage, q, k, options)
     if mask and mask.packed:
         if v.dim() != 3:
@@ -75,22 +87,26 @@ def check(
             )
         named = {name: tensor[None] for name, tensor in named.items()}
         q, k, v = named.values()
-    _check_shapes(stage, q, k, v, mask)
+    check_shapes(stage, q, k, v)
+    _check_lengths(stage, q, k, v, mask)
     _check_layout(stage, named)
     _check_grad(stage, named)
-    scale = _checked_scale(softmax_scale, q.shape[3])
+    scale = checked_scale(softmax_scale, q.shape[3])
     _check_device(stage, named, need_cuda)
     batch, seqlen_q, heads, head_dim = q.shape
     return Problem(batch, seqlen_q, k.shape[1], heads, head_dim, dtype_name(q.dtype), scale, mask)
 
 
 def _checked_mask(stage: Stage, q, k, options: dict) -> Mask | None:
-    """The mask of a call; None for a stage without masks, which takes no options for one."""
+    """The mask of a call, without its lengths; None for a stage without masks, which takes no
+    options for one."""
     strangers = sorted(set(options) - set(MASK_OPTIONS))
     if strangers:
         raise TypeError(f"no option {', '.join(strangers)}; masks have {', '.join(MASK_OPTIONS)}")
     if stage.config.ENVELOPE.masks:
-        return mask_of(q, k, **options)
+        sides = window(options.get("causal", False), options.get("window_size", (None, None)))
+        pairs = ([options.get(f"{name}_{x}") for x in "qk"] for name in OF_BOTH)
+        return mask_without_lengths(q, k, sides, *pairs)
     given = [name for name, value in options.items() if not _unset(value)]
     if given:
         raise ValueError(
@@ -121,7 +137,8 @@ def _check_transforms(stage: Stage, named: dict, need_cuda: bool | None) -> None
         raise TypeError(f"stage {stage.tag} {why}")
 
 
-def _check_tensors(stage: Stage, named: dict) -> None:
+def check_tensors(stage: Stage, named: dict) -> None:
+    """TypeError unless these are dense tensors of one dtype that the stage takes."""
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
@@ -140,7 +157,11 @@ def _check_tensors(stage: Stage, named: dict) -> None:
         raise TypeError(f"q, k and v must have one dtype; got {given}")
 
 
-def _check_shapes(stage: Stage, q, k, v, mask: Mask | None) -> None:
+def check_shapes(stage: Stage, q, k, v, grouped_heads: bool = False) -> None:
+    """ValueError unless (b, s, h, d) fit each other and the stage; sizes may be symbols.
+
+    grouped_heads: whether k and v may have fewer heads, also where the stage's kernels cannot.
+    """
     envelope = stage.config.ENVELOPE
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -154,21 +175,25 @@ def _check_shapes(stage: Stage, q, k, v, mask: Mask | None) -> None:
         raise ValueError(
             f"stage {stage.tag} has head dim {allowed}; got {q.shape[3]}" + _lift(stage, "head_dim")
         )
-    if q.shape[2] != k.shape[2] and not envelope.grouped_heads:
+    if q.shape[2] != k.shape[2] and not (grouped_heads or envelope.grouped_heads):
         raise ValueError(
             f"stage {stage.tag} needs as many key as query heads; got {shapes}"
             + _lift(stage, "heads")
         )
-    multiple = envelope.seqlen_multiple
+    if q.shape[2] < 1:
+        raise ValueError(f"q, k and v need at least one head; got {shapes}")
+
+
+def _check_lengths(stage: Stage, q, k, v, mask: Mask | None) -> None:
+    multiple = stage.config.ENVELOPE.seqlen_multiple
     for name, length in (("query", q.shape[1]), ("key", k.shape[1])):
         if not mask and (length < 1 or length % multiple):
             raise ValueError(
                 f"stage {stage.tag} needs a {name} length that is a positive multiple of "
                 f"{multiple}; got {length}" + _lift(stage, "seqlen")
             )
-    if q.shape[2] < 1:
-        raise ValueError(f"q, k and v need at least one head; got {shapes}")
     if q.shape[0] < 1 and not mask:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(
             f"stage {stage.tag} needs a batch of at least 1; got {shapes}" + _lift(stage, "seqlen")
         )
@@ -260,7 +285,8 @@ def check_model_options(machine, max_ctas) -> None:
         raise ValueError(f"max_ctas must be at least 1, or None for all CTAs; got {max_ctas}")
 
 
-def _checked_scale(softmax_scale, head_dim: int) -> float:
+def checked_scale(softmax_scale, head_dim: int) -> float:
+    """The scale in use; TypeError or ValueError for what cannot be one."""
     if softmax_scale is None:
         return head_dim**-0.5
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):

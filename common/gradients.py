@@ -93,7 +93,7 @@ class _Gradient(torch.autograd.Function):
 
 def _gradients(q, k, v, out, lse, dout, dlse, stage: Stage, problem: Problem) -> tuple:
     """(dq, dk, dv) by the kernels."""
-    saved = Saved(q, k, v, out, lse)
+    saved = Saved(*map(loadable, (q, k, v, out)), lse)  # hooks on saved tensors give any strides
     workspace = Workspace.empty(saved, mask=problem.mask)
     backward(stage, problem, saved, dout, dlse, workspace)
     return workspace.dq, workspace.dk, workspace.dv
@@ -206,11 +206,17 @@ def start_backward(kernel, problem: Problem, saved: Saved, dout: Tensor, workspa
 
 def loadable(x: Tensor) -> Tensor:
     """x (b, s, h, d) where its strides and its start suit the kernels, else a contiguous copy."""
-    step = ALIGN_BYTES // x.element_size()
-    fits = all(size == 1 or stride % step == 0 for size, stride in zip(x.shape[:3], x.stride()))
-    if fits and x.stride(3) == 1 and x.data_ptr() % ALIGN_BYTES == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x if is_loadable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_loadable(x: Tensor) -> bool:
+    """Whether the strides and the start of x (b, s, h, d) suit the kernels."""
+    step, (batch, row, head, column) = ALIGN_BYTES // x.element_size(), x.stride()
+    if column != 1 or x.data_ptr() % ALIGN_BYTES:
+        return False
+    if not (batch | row | head) % step:  # a power of two: all are multiples
+        return True
+    return all(size == 1 or stride % step == 0 for size, stride in zip(x.shape[:3], x.stride()))
 
 
 @torch.no_grad()

@@ -80,12 +80,14 @@ class Mask:
         return address, *sizes, self.left, self.right
 
     def with_lengths(self, cu, used, rows: tuple[int, int]) -> Mask:
-        """The same with `lengths` of checked tensors.
+        """The same with `lengths` of checked tensors; without any, itself.
 
         cu, used: (of q, of k) as in `mask_of`; rows: of the tensors q and k.
         """
         most = self.max_seqlen_q, self.max_seqlen_k
-        like = next(x for x in (*cu, *used) if x is not None)
+        like = next((x for x in (*cu, *used) if x is not None), None)
+        if like is None:
+            return self
         of_q, of_k = zip(cu, used, rows, most)
         made = _rows(*of_q, self.batch, like)
         same = cu[0] is cu[1] and used[0] is used[1] and of_q[2:] == of_k[2:]
@@ -165,17 +167,43 @@ def mask_of(
     tensor or a maximum are cut, and a sequence that begins outside is empty.
     Raises TypeError or ValueError for what cannot be one.
     """
-    left, right = window(causal, window_size)
     cu, used = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
-    packed = cu_seqlens_q is not None
-    if packed != (cu_seqlens_k is not None):
+    sides = window(causal, window_size)
+    made = mask_without_lengths(q, k, sides, cu, used, (max_seqlen_q, max_seqlen_k))
+    return made.with_lengths(cu, used, rows_of(q, k))
+
+
+def mask_without_lengths(q: Tensor, k: Tensor, sides, cu, used, most) -> Mask:
+    """The checked mask of a call but for `lengths`: nothing is launched.
+
+    sides: of `window`; cu, used, most: (of q, of k) of the options of `mask_of`.
+    """
+    packed, batch = check_sequences(q, k, cu, used)
+    longest = [
+        _check_maximum(f"max_seqlen_{name}", given, rows, packed)
+        for name, given, rows in zip("qk", most, rows_of(q, k))
+    ]
+    for name, values in zip(("cu_seqlens_q", "cu_seqlens_k"), cu):
+        if packed and values.device.type == "cpu" and (values.diff() < 0).any():
+            raise ValueError(f"{name} must never fall; got {values.tolist()}")
+    return Mask(*sides, packed, batch, *longest)
+
+
+def rows_of(q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Rows of (b, s, h, d) or (total, h, d)."""
+    return q.shape[-3], k.shape[-3]
+
+
+def check_sequences(q: Tensor, k: Tensor, cu, used) -> tuple[bool, int]:
+    """(whether they are packed, how many there are); sizes may be symbols of a tracer.
+
+    Raises TypeError or ValueError unless cu and used, as in `mask_without_lengths`, fit q and k.
+    """
+    packed = cu[0] is not None
+    if packed != (cu[1] is not None):
         raise ValueError("cu_seqlens_q and cu_seqlens_k belong together: give both, or neither")
     _check_rank(q, k, packed)
-    batch = _count(cu_seqlens_q, cu_seqlens_k) if packed else q.shape[0]
-    rows = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
-    most = []
-    for name, given, all_rows in zip("qk", (max_seqlen_q, max_seqlen_k), rows):
-        most.append(_check_maximum(f"max_seqlen_{name}", given, all_rows, packed))
+    batch = _count(*cu) if packed else q.shape[0]
     for name, values, count in (
         ("cu_seqlens_q", cu[0], batch + 1),
         ("cu_seqlens_k", cu[1], batch + 1),
@@ -183,11 +211,7 @@ def mask_of(
         ("seqused_k", used[1], batch),
     ):
         _check_integers(name, values, count, q.device)
-    for name, values in (("cu_seqlens_q", cu[0]), ("cu_seqlens_k", cu[1])):
-        if packed and values.device.type == "cpu" and (values.diff() < 0).any():
-            raise ValueError(f"{name} must never fall; got {values.tolist()}")
-    made = Mask(left, right, packed, batch, *most)
-    return made.with_lengths(cu, used, rows) if packed or used != (None, None) else made
+    return packed, batch
 
 
 def _check_rank(q: Tensor, k: Tensor, packed: bool) -> None:
@@ -203,14 +227,14 @@ def _check_rank(q: Tensor, k: Tensor, packed: bool) -> None:
 def _count(cu_seqlens_q, cu_seqlens_k) -> int:
     """How many sequences they describe."""
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(cu, Tensor) or cu.dim() != 1 or not len(cu):
-            raise TypeError(f"{name} must be a tensor with one axis, not empty; got {_what(cu)}")
-    if len(cu_seqlens_q) != len(cu_seqlens_k):
-        raise ValueError(
-            f"cu_seqlens_q describes {len(cu_seqlens_q) - 1} sequences, cu_seqlens_k "
-            f"{len(cu_seqlens_k) - 1}"
-        )
-    return len(cu_seqlens_q) - 1
+        if not isinstance(cu, Tensor) or cu.dim() != 1 or not cu.shape[0]:
+            raise TypeError(
+                f"{name} must be a tensor with one axis, not empty; got {described(cu)}"
+            )
+    of_q, of_k = cu_seqlens_q.shape[0] - 1, cu_seqlens_k.shape[0] - 1
+    if of_q != of_k:
+        raise ValueError(f"cu_seqlens_q describes {of_q} sequences, cu_seqlens_k {of_k}")
+    return of_q
 
 
 def _check_maximum(name: str, value, rows: int, packed: bool) -> int:
@@ -223,7 +247,7 @@ def _check_maximum(name: str, value, rows: int, packed: bool) -> int:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
-            f"{name} must be an int, or a CPU tensor that holds one; got {_what(value)}"
+            f"{name} must be an int, or a CPU tensor that holds one; got {described(value)}"
         )
     if value < 0:
         raise ValueError(f"{name} must be 0 or more; got {value}")
@@ -234,7 +258,7 @@ def _check_integers(name: str, values, count: int, device: torch.device) -> None
     if values is None:
         return
     if not isinstance(values, Tensor) or values.dtype != torch.int32:
-        raise TypeError(f"{name} must be an int32 tensor; got {_what(values)}")
+        raise TypeError(f"{name} must be an int32 tensor; got {described(values)}")
     if values.shape != (count,):
         raise ValueError(f"{name} must have shape ({count},); got {tuple(values.shape)}")
     if values.device != device:
@@ -254,7 +278,8 @@ def _rows(cu, used, rows: int, most: int, batch: int, like: Tensor) -> tuple[Ten
     return begin, begin + rows if used is None else used.clamp(0, rows)
 
 
-def _what(value) -> str:
+def described(value) -> str:
+    """A value in a message."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
-    return f"{type(value).__name__} {value!r}"
+    return f"{type(value).__name__} {value!r:.60}"

@@ -7,8 +7,9 @@ kernels and autograd: torch.compile traces through them without a break. Runs: h
 Note [Known problems]
     An operator of torch that is written in Python costs the host more than all else of a call, and
     checks come next. So a call that nobody traces, of tensors whose shapes, strides and dtypes were
-    found right before, goes to the kernels directly, by the autograd of the stages. What depends on
-    the numbers in cu_seqlens and seqused is made anew each time.
+    found right before, goes to the kernels directly, by an autograd.Function that saves what the
+    operator saves: activation checkpointing may meet one in the forward and the other when it
+    computes again. What depends on the numbers in cu_seqlens and seqused is made anew each time.
 
 Note [Grouped heads]
     With h query heads and hk heads of K and V, query head i reads head i // (h / hk). K and V are
@@ -17,30 +18,38 @@ Note [Grouped heads]
 
 Note [Copies]
     A kernel loads q, k, v and dO as they lie where the last axis is contiguous, and the other
-    strides and the start are multiples of 16 bytes. What lies otherwise is copied once.
+    strides and the start are multiples of 16 bytes. What lies otherwise is copied, in the forward
+    and again in the backward: no copy is kept in between.
 """
 
 from __future__ import annotations
 
 import functools
-import numbers
 import sys
+import warnings
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from . import compile as compiling
-from .envelope import ALIGN_BYTES, Problem, check
-from .gradients import Saved, Workspace, attend, backward, loadable
+from .envelope import ALIGN_BYTES, Problem, check_all
+from .gradients import Saved, Workspace, backward, is_loadable, loadable
 from .launch import forward, modes
-from .masks import window
+from .masks import rows_of, window
 from .model.sequences import OPEN
+from .op_inputs import (
+    ALTERNATIVE,
+    LENGTHS,
+    check_arguments,
+    check_inputs,
+    check_types,
+    number,
+    scale_of,
+)
 from .stage import Stage
-from .transforms import refusal
 
 LAST = 8  # the stage whose kernels are used
-ALTERNATIVE = "torch.nn.functional.scaled_dot_product_attention runs everywhere"
 
 Window = tuple[int | None, int | None]
 
@@ -75,8 +84,8 @@ def flash_attn_func(
     `common.compile.DslMissing` without the CuTe DSL. RuntimeError when a gradient is differentiated
     again, or under torch.vmap.
     """
-    _check_arguments((q, k, v), 4, "(batch, seqlen, heads, head_dim)", deterministic)
-    scale, sides = _scale(softmax_scale, q), window(causal, window_size)
+    check_arguments((q, k, v), 4, "(batch, seqlen, heads, head_dim)", deterministic)
+    scale, sides = scale_of(softmax_scale, q), window(causal, window_size)
     out, lse = _attend(q, k, v, ((None,) * 4, None, None, scale, *sides))
     return (out, lse) if return_lse else out
 
@@ -118,53 +127,13 @@ def flash_attn_varlen_func(
 
     Raises: as `flash_attn_func`.
     """
-    _check_arguments((q, k, v), 3, "(total, heads, head_dim)", deterministic)
-    scale, sides = _scale(softmax_scale, q), window(causal, window_size)
+    check_arguments((q, k, v), 3, "(total, heads, head_dim)", deterministic)
+    scale, sides = scale_of(softmax_scale, q), window(causal, window_size)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    most = _number("max_seqlen_q", max_seqlen_q), _number("max_seqlen_k", max_seqlen_k)
+    check_types(lengths)
+    most = number("max_seqlen_q", max_seqlen_q), number("max_seqlen_k", max_seqlen_k)
     out, lse = _attend(q, k, v, (lengths, *most, scale, *sides))
     return (out, lse) if return_lse else out
-
-
-def _check_arguments(tensors, rank: int, layout: str, deterministic: bool) -> None:
-    """What the operator cannot say well; the rest is checked when it runs."""
-    if deterministic:
-        raise ValueError(
-            "deterministic=True does not exist yet; dK and dV have the same bits each time, dQ "
-            "is added up in no fixed order. Leave it out, or use " + ALTERNATIVE
-        )
-    for name, x in zip("qkv", tensors):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
-        if x.dim() != rank:
-            raise ValueError(f"{name} must be {layout}; got {tuple(x.shape)}")
-    if not torch.compiler.is_compiling():
-        why = refusal(dict(zip("qkv", tensors)))
-        if why:
-            raise TypeError(f"flash_ladder's attention {why}")
-
-
-def _scale(softmax_scale, q: Tensor) -> float:
-    if softmax_scale is None:
-        return q.shape[-1] ** -0.5
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
-        raise TypeError(
-            f"softmax_scale must be a number or None; got {type(softmax_scale).__name__}"
-        )
-    return float(softmax_scale)
-
-
-def _number(name: str, value) -> int | None:
-    """An int of an int or of a CPU tensor that holds one."""
-    if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
-        return value.item()
-    if isinstance(value, Tensor):
-        raise TypeError(
-            f"{name} must be an int, or a CPU tensor that holds one; got {value.shape} "
-            f"on {value.device}"
-        )
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, (bool, int))
-    return int(value) if whole else value
 
 
 _KNOWN: dict[tuple, tuple[Problem, bool]] = {}  # See Note [Known problems]
@@ -173,34 +142,46 @@ MOST_KNOWN = 1024
 
 def _attend(q, k, v, options: tuple) -> tuple[Tensor, Tensor]:
     """(out, lse), by torch's dispatcher or past it. options: (lengths, *numbers of _OPTIONS)."""
-    lengths = options[0]
+    lengths, *numbers_ = options
     given = [x for x in (q, k, v, *lengths) if x is not None]
-    if torch.compiler.is_compiling() or not all(type(x) in _PLAIN for x in given) or _traced():
-        return torch.ops.flash_ladder.attention(q, k, v, *lengths, *options[1:])
+    if _traced() or not all(type(x) in _PLAIN for x in given):
+        return torch.ops.flash_ladder.attention(q, k, v, *lengths, *numbers_)
     key = *[_layout(x) if x is not None else None for x in (q, k, v, *lengths)], options[1:]
-    found = _KNOWN.get(key)
-    if found:
-        return _attend_known(*found, q, k, v, lengths)
-    problem, tensors = _problem(q, k, v, (*lengths, *options[1:]))  # raises what must be said
-    if len(_KNOWN) >= MOST_KNOWN:
-        _KNOWN.clear()
-    as_they_lie = all(x is y for x, y in zip(tensors, (q, k, v)))
-    mask = replace(problem.mask, lengths=None)  # of this call alone
-    _KNOWN[key] = replace(problem, mask=mask), as_they_lie
-    return torch.ops.flash_ladder.attention(q, k, v, *lengths, *options[1:])
+    known = _KNOWN.get(key)
+    if not known:
+        problem = _problem(q, k, v, (*lengths, *numbers_))  # raises what must be said
+        found = torch.ops.flash_ladder.attention(q, k, v, *lengths, *numbers_)
+        if len(_KNOWN) >= MOST_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[key] = problem, _lie_well(q, k, v)
+        return found
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _ShortCut.apply(q, k, v, *lengths, numbers_, *known)
+    return _forward(*known, q, k, v, lengths)
 
 
-def _attend_known(problem: Problem, as_they_lie: bool, q, k, v, lengths) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem without `lengths` that was met before."""
-    packed = q.dim() == 3
-    if lengths != (None,) * 4:
-        with torch.no_grad():
-            rows = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
-            mask = problem.mask.with_lengths(lengths[:2], lengths[2:], rows)
-        problem = replace(problem, mask=mask)
-    tensors = (q, k, v) if as_they_lie else _as_kernels_take(q, k, v)
-    out, lse = attend(last_stage(), problem, *tensors)
-    return (out[0], lse[0]) if packed else (out, lse)
+class _ShortCut(torch.autograd.Function):
+    """`attention` of a known problem, differentiable; see Note [Known problems]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, *options):
+        *lengths, ctx.numbers, ctx.problem, lie_well = options
+        out, lse = _forward(ctx.problem, lie_well, q, k, v, lengths)
+        ctx.save_for_backward(q, k, v, out, lse, *lengths)
+        ctx.set_materialize_grads(False)  # what of dout and dlse is not asked for stays None
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse, *lengths = ctx.saved_tensors
+        if _traced() or torch.is_grad_enabled():  # with create_graph=True
+            dout = torch.zeros_like(out) if dout is None else dout
+            dlse = torch.zeros_like(lse) if dlse is None else dlse
+            given = dout, dlse, q, k, v, out, lse, *lengths, *ctx.numbers
+            gradients = torch.ops.flash_ladder.attention_backward(*given)
+        else:
+            gradients = _backward(ctx.problem, dout, dlse, q, k, v, out, lse, lengths)
+        return (*gradients, *(None,) * 7)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -211,10 +192,20 @@ def _layout(x: Tensor) -> tuple:
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGN_BYTES
 
 
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
 def _traced() -> bool:
-    """Whether torch.func or a mode of torch wants to see what is called."""
-    modes_open = torch._C._len_torch_dispatch_stack()
-    return bool(modes_open) or torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether torch.compile, torch.jit.trace, torch.func or a mode of torch, one of functions
+    (torch.device too) or of operators, wants to see what is called."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 # ---- the operators -------------------------------------------------------------------------
@@ -238,10 +229,7 @@ def last_stage() -> Stage:
 )
 def attention(q, k, v, *options):
     """(out, lse); see `flash_attn_func`. options: those of the schema."""
-    problem, (q4, k4, v4) = _problem(q, k, v, options)
-    with _told_what_takes_long():
-        out, lse = run_forward(problem, q4, k4, v4)
-    return (out[0], lse[0]) if q.dim() == 3 else (out, lse)
+    return _forward(_problem(q, k, v, options), False, q, k, v, options[:4])
 
 
 @torch.library.custom_op(
@@ -252,48 +240,91 @@ def attention(q, k, v, *options):
 )
 def attention_backward(dout, dlse, q, k, v, out, lse, *options):
     """(dq, dk, dv), from what `attention` was given and returned."""
-    problem, tensors = _problem(q, k, v, options)
-    rest = (x[None] if q.dim() == 3 else x for x in (out, lse, dout, dlse))
-    out4, lse4, dout4, dlse4 = rest
-    with _told_what_takes_long():
-        dq, dk, dv = run_backward(problem, Saved(*tensors, out4, lse4), dout4, dlse4)
+    problem = _problem(q, k, v, options)
+    return _backward(problem, dout, dlse, q, k, v, out, lse, options[:4])
+
+
+def _forward(problem: Problem, lie_well: bool, q, k, v, lengths) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a checked problem without `lengths`. lie_well: `_lie_well(q, k, v)`, or
+    False."""
+    tensors = (q, k, v) if lie_well else _as_kernels_take(q, k, v)
+    out, lse = run_forward(_with_lengths(problem, q, k, lengths), *tensors)
+    return (out[0], lse[0]) if q.dim() == 3 else (out, lse)
+
+
+def _backward(problem: Problem, dout, dlse, q, k, v, out, lse, lengths):
+    """(dq, dk, dv) of the same; dout and dlse may be None, for 0."""
+    _alert_not_deterministic()
+    rest = out, lse, dout, dlse
+    out4, lse4, dout4, dlse4 = problem.batched(*rest)
+    saved = Saved(*_as_kernels_take(q, k, v), loadable(out4), lse4)
+    dq, dk, dv = run_backward(_with_lengths(problem, q, k, lengths), saved, dout4, dlse4)
     dk, dv = (_sum_of_groups(x, k.shape[-2]) for x in (dk, dv))
     return (dq[0], dk[0], dv[0]) if q.dim() == 3 else (dq, dk, dv)
 
 
+def _with_lengths(problem: Problem, q, k, lengths) -> Problem:
+    cu_q, cu_k, used_q, used_k = lengths
+    if cu_q is cu_k is used_q is used_k is None:
+        return problem
+    mask = problem.mask.with_lengths((cu_q, cu_k), (used_q, used_k), rows_of(q, k))
+    return replace(problem, mask=mask)
+
+
 def run_forward(problem: Problem, q, k, v) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked tensors (b, s, h, d) by the stage's kernel."""
-    return forward(last_stage(), problem, q, k, v)
+    with _told_what_takes_long():
+        return forward(last_stage(), problem, q, k, v)
 
 
 def run_backward(problem: Problem, saved: Saved, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the same by the stage's kernels."""
     workspace = Workspace.empty(saved, mask=problem.mask)
-    backward(last_stage(), problem, saved, dout, dlse, workspace)
+    with _told_what_takes_long():  # autograd has threads of its own
+        backward(last_stage(), problem, saved, dout, dlse, workspace)
     return workspace.dq, workspace.dk, workspace.dv
 
 
-def _problem(q, k, v, options) -> tuple[Problem, tuple[Tensor, Tensor, Tensor]]:
-    """The checked problem, and q, k, v as kernels take them: (b, s, h, d), a head for each of q's.
+def _alert_not_deterministic() -> None:
+    """What torch's own operators do of which the same holds."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return
+    text = (
+        "the backward of flash_ladder's attention is not deterministic: dQ is added up in no fixed "
+        "order; torch.use_deterministic_algorithms(True) was set. Set it with warn_only=True, or "
+        "to False for this backward"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(text)
+    warnings.warn(text, stacklevel=2)
+
+
+def _problem(q, k, v, options) -> Problem:
+    """The checked problem, of tensors as kernels take them, without `lengths`; launches nothing.
 
     Raises TypeError or ValueError for what no kernel takes.
     """
-    cu_q, cu_k, used_q, used_k, max_q, max_k, scale, left, right = options
+    lengths, (*most, scale, left, right) = options[:4], options[4:]
+    stand_ins = check_inputs(last_stage(), q, k, v, lengths)
     sides = tuple(None if side == OPEN else side for side in (left, right))
-    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q}
-    lengths |= {"seqused_k": used_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    given = {"window_size": sides, **lengths}
-    tensors = _as_kernels_take(q, k, v)
-    shown = [x[0] for x in tensors] if q.dim() == 3 else tensors
-    problem = check(last_stage(), *shown, scale, need_cuda=None, **given)
+    given = dict(zip(LENGTHS, lengths), max_seqlen_q=most[0], max_seqlen_k=most[1])
+    problem = check_all(last_stage(), *stand_ins, scale, need_cuda=None, window_size=sides, **given)
     check_device(q.device)
-    return problem, tensors
+    return problem
+
+
+def _lie_well(q, k, v) -> bool:
+    """Whether kernels take q, k and v without a change."""
+    same_heads = q.dim() == 4 and q.shape[2] == k.shape[2]
+    return same_heads and all(map(is_loadable, (q, k, v)))
 
 
 def _as_kernels_take(q, k, v) -> tuple[Tensor, Tensor, Tensor]:
     """(b, s, h, d), with a head for each of q's, copied where it must be; see Note [Copies]."""
-    tensors = (q, _per_query_head(k, q), _per_query_head(v, q))
-    return tuple(loadable(x[None] if q.dim() == 3 else x) for x in tensors)
+    group = q.shape[-2] // k.shape[-2]  # See Note [Grouped heads]
+    if group > 1:
+        k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
+    return tuple(loadable(x[None] if x.dim() == 3 else x) for x in (q, k, v))
 
 
 def check_device(device: torch.device) -> None:
@@ -310,14 +341,6 @@ def check_device(device: torch.device) -> None:
     )
 
 
-def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
-    """K or V with a head for each of q's; see Note [Grouped heads]."""
-    heads, own = q.shape[-2], x.shape[-2]
-    if own < 1 or heads % own:
-        raise ValueError(f"q has {heads} heads, k or v {own}; need a multiple of at least one")
-    return x if own == heads else x.repeat_interleave(heads // own, dim=-2)
-
-
 def _sum_of_groups(x: Tensor, heads: int) -> Tensor:
     """dK or dV (b, s, h, d) of a head for each of q's as one of `heads` heads."""
     if x.shape[2] == heads:
@@ -327,9 +350,11 @@ def _sum_of_groups(x: Tensor, heads: int) -> Tensor:
 
 def _told_what_takes_long():
     """While open, a compilation is announced on stderr."""
-    return compiling.announced(
-        lambda key: print(f"flash_ladder: compiling {key.name}, once, for seconds", file=sys.stderr)
-    )
+    return compiling.announced(_tell)
+
+
+def _tell(key: compiling.CompileKey) -> None:
+    print(f"flash_ladder: compiling {key.name}, once, for seconds", file=sys.stderr)
 
 
 # ---- what torch wants to know --------------------------------------------------------------
@@ -337,6 +362,7 @@ def _told_what_takes_long():
 
 @attention.register_fake
 def _(q, k, v, *options):
+    check_inputs(last_stage(), q, k, v, options[:4])
     *batch, seqlen, heads, _ = q.shape
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
         (*batch, heads, seqlen), dtype=torch.float32
@@ -345,6 +371,7 @@ def _(q, k, v, *options):
 
 @attention_backward.register_fake
 def _(dout, dlse, q, k, v, out, lse, *options):
+    check_inputs(last_stage(), q, k, v, options[:4])
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 

@@ -11,7 +11,7 @@ import torch
 from flash_ladder import load
 from flash_ladder.common import reference
 from flash_ladder.common.envelope import check
-from flash_ladder.common.masks import mask_of, window
+from flash_ladder.common.masks import Mask, mask_of, window
 from flash_ladder.common.model.sequences import OPEN, Sequence, Sequences
 
 SMALL = (0, 1, 2, 3, 5)
@@ -274,6 +274,20 @@ def test_lengths_that_fall_are_0_where_nobody_may_look():
     mask = replace(_packed(), lengths=None)
     given = (_int(-3, 2, 1), _int(0, 4, 6)), (None, None), (4, 6)
     assert [row[:2] for row in _rows(mask.with_lengths(*given))] == [(0, 2), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "used_k", "wanted"),
+    [
+        ((8, 6), (9, 9), None, [[0, 3, 0, 3], [3, 5, 3, 3]]),
+        ((9, 9), (9, 2), None, [[0, 3, 0, 2], [3, 6, 3, 2]]),
+        ((9, 9), (9, 9), (1, 2), [[0, 3, 0, 1], [3, 6, 3, 2]]),
+    ],
+)
+def test_one_cu_seqlens_for_both_sides_has_the_lengths_of_each(rows, most, used_k, wanted):
+    cu, used_k = _int(0, 3, 9), used_k and _int(*used_k)
+    mask = Mask(OPEN, OPEN, True, 2, *most).with_lengths((cu, cu), (None, used_k), rows)
+    assert mask.lengths.tolist() == wanted
 
 
 def test_a_maximum_is_at_most_the_tensor():

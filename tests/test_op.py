@@ -9,21 +9,29 @@ import inspect
 import json
 import pathlib
 import re
+import sys
+import threading
+import warnings
 from builtins import compile as compile_code
 
 import flash_ladder
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
 from flash_ladder import flash_attn_func, flash_attn_varlen_func
-from flash_ladder.common import compile, gradients, op, reference
+from flash_ladder.common import compile, gradients, launch, masks, op, reference
 from flash_ladder.common.compile import CompileKey
 from flash_ladder.common.gradients import oracle_forward
 from flash_ladder.common.model.sequences import OPEN
+from torch._dynamo import compiled_autograd
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 DENSE = (None,) * 6  # cu_seqlens, seqused, max_seqlen
 
@@ -155,14 +163,14 @@ def test_inputs_are_not_written(oracle):
 def short_cut(oracle, monkeypatch):
     """Problems that went to the kernels without torch's dispatcher."""
     monkeypatch.undo()
-    monkeypatch.setattr(op, "run_forward", _forward)
-    monkeypatch.setattr(op, "run_backward", _backward)
     monkeypatch.setattr(op, "check_device", lambda device: None)
     monkeypatch.setattr(op, "_KNOWN", {})
     found = []
 
     def forward(stage, problem, *tensors):
-        found.append((problem, *tensors))
+        caller = sys._getframe(3).f_code.co_name  # of run_forward and _forward
+        if caller != "attention":
+            found.append((problem, *tensors))
         return _forward(problem, *tensors)
 
     def backward(stage, problem, saved, dout, dlse, workspace):
@@ -174,8 +182,8 @@ def short_cut(oracle, monkeypatch):
         for x, y in zip((workspace.dq, workspace.dk, workspace.dv), made):
             x.copy_(y)
 
-    monkeypatch.setattr(gradients, "forward", forward)
-    monkeypatch.setattr(gradients, "backward", backward)
+    monkeypatch.setattr(op, "forward", forward)
+    monkeypatch.setattr(op, "backward", backward)
     return found
 
 
@@ -271,6 +279,228 @@ def test_few_problems_are_kept(short_cut, monkeypatch):
     assert len(op._KNOWN) <= 3
 
 
+# ---- both routes ---------------------------------------------------------------------------
+
+
+def _call(kind):
+    """(function of q, k and v, the tensors)."""
+    if kind == "packed":
+        *made, (cu_q, cu_k) = _packed(grad=True)
+        given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **USED}
+        return functools.partial(flash_attn_varlen_func, **given, causal=True), made
+    made = _qkv(heads_kv=2 if kind == "grouped" else 4, grad=True)
+    if kind == "late":
+        made = [_late(x.detach()).requires_grad_() for x in made]
+    return functools.partial(flash_attn_func, causal=True), made
+
+
+KINDS = ("dense", "grouped", "packed", "late")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_checkpointing_from_the_first_call_on(short_cut, kind):
+    call, tensors = _call(kind)
+    layers = lambda q, k, v: call(call(q, k, v), k, v)
+    kept = lambda *x: checkpoint(call, *x, use_reentrant=False)
+    checkpointed = lambda q, k, v: kept(kept(q, k, v), k, v)
+    found = torch.autograd.grad(checkpointed(*tensors).float().square().sum(), tensors)
+    assert short_cut  # the second layer, and what is computed again
+    op._KNOWN.clear()
+    wanted = torch.autograd.grad(layers(*tensors).float().square().sum(), tensors)
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_routes_save_the_same_and_no_copies(short_cut, kind):
+    call, tensors = _call(kind)
+    rows = []
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: rows[-1].append(x) or x, id):
+            rows.append([])
+            call(*tensors)
+    assert len(short_cut) == 1
+    first, second = ([(x.shape, x.stride(), x.dtype) for x in row] for row in rows)
+    assert first == second and len(first) == (8 if kind == "packed" else 5)
+    for row in rows:
+        assert [x.data_ptr() for x in row[:3]] == [x.data_ptr() for x in tensors]
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_lengths_that_change_before_the_backward_are_noticed(short_cut, number):
+    call, tensors = _call("packed")
+    for _ in range(number):
+        call(*tensors)
+    out = call(*tensors)
+    call.keywords["cu_seqlens_q"].copy_(torch.tensor([0, 1, 2, 8]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("where", ["operator", "short cut", "stage"])
+def test_what_a_hook_on_saved_tensors_returns_is_made_loadable(short_cut, monkeypatch, where):
+    q, k, v = tensors = _qkv(heads_kv=4, grad=True)
+    call = functools.partial(flash_attn_func, causal=True)
+    if where == "stage":
+        problem = op._problem(q, k, v, (*DENSE, 0.125, OPEN, 0))
+        monkeypatch.setattr(gradients, "forward", op.forward)
+        call = lambda *x: gradients.attend(op.last_stage(), problem, *x)[0]
+    elif where == "short cut":
+        call(*tensors)
+    starts, real = [], op.backward
+
+    def backward(stage, problem, saved, *rest):
+        starts.extend(x.data_ptr() % 16 for x in (saved.q, saved.k, saved.v, saved.out))
+        real(stage, problem, saved, *rest)
+
+    for module in (op, gradients):
+        monkeypatch.setattr(module, "backward", backward)
+    wanted = torch.autograd.grad(call(*tensors).sum(), tensors)
+    if where == "operator":
+        op._KNOWN.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, _late):
+        out = call(*tensors)
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), tensors), wanted))
+    assert starts == [0] * 8
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_every_compilation_is_announced(short_cut, monkeypatch, capsys, kind):
+    for name, real in (("forward", op.forward), ("backward", op.backward)):
+
+        def compiled(*given, name=name, real=real):
+            compile.announce(CompileKey(8, "sm_100a", "bfloat16", 64, name))
+            return real(*given)
+
+        monkeypatch.setattr(op, name, compiled)
+    call, tensors = _call(kind)
+    for _ in range(2):
+        out = call(*tensors)
+        assert re.findall("compiling .*forward", capsys.readouterr().err.replace("\n", " "))
+        thread = threading.Thread(target=out.sum().backward)  # as autograd's of a GPU
+        thread.start()
+        thread.join()
+        assert re.findall("compiling .*backward", capsys.readouterr().err.replace("\n", " "))
+
+
+def test_a_problem_is_known_once_its_first_call_has_returned(short_cut, monkeypatch):
+    real = op.forward
+
+    def broken(*given):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(op, "forward", broken)
+    q, k, v = _qkv(heads_kv=4)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        flash_attn_func(q, k, v)
+    assert not op._KNOWN
+    monkeypatch.setattr(op, "forward", real)
+    flash_attn_func(q, k, v)
+    assert not short_cut and len(op._KNOWN) == 1
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_torch_can_be_told_to_refuse_what_is_not_deterministic(short_cut, number):
+    q, k, v = _qkv(grad=True)
+    for _ in range(number):
+        flash_attn_func(q, k, v)
+    out, warned = flash_attn_func(q, k, v), flash_attn_func(q, k, v)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)
+        with pytest.raises(RuntimeError, match="dQ is added up in no fixed order"):
+            out.sum().backward()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(UserWarning, match="dQ is added up in no fixed order"):
+            warned.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert q.grad is not None
+
+
+def test_dtype_and_device_tell_problems_apart():
+    x = torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16)
+    assert op._layout(x) != op._layout(x.half())
+    assert op._layout(x)[3] == x.device and op._layout(x.to("meta"))[3] == torch.device("meta")
+
+
+def test_what_is_no_plain_tensor_never_does(short_cut):
+    seen = []
+
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    q, k, v = _qkv(heads_kv=4)
+    flash_attn_func(q, k, v)
+    flash_attn_func(q.as_subclass(Own), k, v)
+    assert not short_cut and any("flash_ladder" in name for name in seen)
+
+
+class _Functions(TorchFunctionMode):
+    """Names of what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class _Launches(TorchDispatchMode):
+    """Names of the operators that start a kernel on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        views = ("empty", "expand", "select", "slice", "unsqueeze", "view")
+        if not any(word in str(function) for word in views):
+            self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_and_tracers_see_a_known_problem(short_cut):
+    q, k, v = _qkv(heads_kv=4)
+    flash_attn_func(q, k, v)
+    with _Functions() as mode:
+        flash_attn_func(q, k, v)
+    assert any("flash_ladder" in name for name in mode.seen)
+    with torch.device("cpu"):
+        flash_attn_func(q, k, v)
+    with _Launches() as mode:
+        flash_attn_func(q, k, v)
+    assert any("flash_ladder" in name for name in mode.seen)
+    with torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.PreDispatch):
+        assert op._traced()
+    graph = make_fx(lambda *x: flash_attn_func(*x), pre_dispatch=True)(q, k, v).graph
+    assert "flash_ladder.attention" in str(graph)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.trace is deprecated
+        scripted = torch.jit.trace(lambda *x: flash_attn_func(*x), (q, k, v), check_trace=False)
+    assert "flash_ladder::attention" in str(scripted.graph)
+    assert not short_cut
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+@pytest.mark.parametrize("loss", [lambda out, lse: out.sum(), lambda out, lse: lse[..., 1].sum()])
+def test_compiled_autograd_of_a_known_problem(short_cut, kind, loss):
+    call, tensors = _call(kind)
+    call(*tensors)
+    wanted = torch.autograd.grad(loss(*call(*tensors, return_lse=True)), tensors)
+    made = loss(*call(*tensors, return_lse=True))
+    assert len(short_cut) == 2
+    torch._dynamo.reset()
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        made.backward()
+    for x, y in zip(tensors, wanted):
+        torch.testing.assert_close(x.grad, y)
+
+
 # ---- torch ---------------------------------------------------------------------------------
 
 
@@ -310,8 +540,11 @@ def test_compiled_without_a_break_and_once_for_all_lengths(oracle):
     assert counter.frame_count == 1
 
 
-def test_a_second_derivative_is_refused(oracle):
+@pytest.mark.parametrize("number", range(2))
+def test_a_second_derivative_is_refused(short_cut, number):
     q, k, v = _qkv(grad=True)
+    for _ in range(number):
+        flash_attn_func(q, k, v)
     (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(
         RuntimeError, match=r"its backward has no backward\. Leave out create_graph"
@@ -345,6 +578,17 @@ def test_derivatives_by_torch_func_are_refused(oracle):
 
 # ---- refusals ------------------------------------------------------------------------------
 
+
+def _nested():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        return torch.nested.nested_tensor([torch.zeros(7, 2, 64)])
+
+
+def _of_keys(heads):
+    return {name: torch.zeros(2, 7, heads, 64).bfloat16() for name in "kv"}
+
+
 BAD = {
     "deterministic": ({"deterministic": True}, ValueError, "deterministic=True does not exist yet"),
     "no tensor": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor; got list"),
@@ -354,9 +598,26 @@ BAD = {
     "causal": ({"causal": 1}, TypeError, "causal must be True or False; got 1"),
     "window": ({"window_size": (1.5, 0)}, TypeError, "window_size has integers"),
     "window's length": ({"window_size": (1,)}, TypeError, r"must be \(left, right\)"),
-    "heads": ({"k": torch.zeros(2, 7, 3, 64).bfloat16()}, ValueError, "q has 4 heads, k or v 3"),
+    "heads": (_of_keys(3), ValueError, "q has 4 heads, k and v 3"),
+    "heads of k": (
+        {"k": _of_keys(4)["k"]},
+        ValueError,
+        r"k and v must have one shape; got .*\(2, 7, 4, 64\), v \(2, 7, 2, 64\)",
+    ),
     "dtype": ({"q": torch.zeros(2, 5, 4, 64)}, TypeError, "q is float32"),
     "head dim": ({name: torch.zeros(2, 5, 4, 72).bfloat16() for name in "qkv"}, ValueError, "72"),
+    "head dim 0": ({name: torch.zeros(2, 5, 4, 0).bfloat16() for name in "qkv"}, ValueError, "dim"),
+    "no heads": ({"q": torch.zeros(2, 5, 0, 64).bfloat16()}, ValueError, "need at least one head"),
+    "no heads of k": (_of_keys(0), ValueError, "q has 4 heads, k and v 0"),
+    "huge scale": ({"softmax_scale": 10**400}, ValueError, "softmax_scale must be finite"),
+    "sparse": ({"q": torch.zeros(2, 5, 4, 64).to_sparse()}, TypeError, r"q must be a dense"),
+    "nested": (
+        {"v": torch.nested.nested_tensor([torch.zeros(7, 2, 64)])},
+        TypeError,
+        "v must be a den",
+    ),
+    "batch": ({"q": torch.zeros(3, 5, 4, 64).bfloat16()}, ValueError, "must agree in batch"),
+    "lengths": ({"v": torch.zeros(2, 6, 2, 64).bfloat16()}, ValueError, "must have one shape"),
 }
 
 
@@ -374,15 +635,62 @@ BAD_LENGTHS = {
     "used": ({"seqused_q": torch.tensor([1]).int()}, ValueError, r"must have shape \(3,\)"),
     "maximum": ({"max_seqlen_q": torch.zeros(2)}, TypeError, "an int, or a CPU tensor"),
     "negative": ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be 0 or more"),
+    "list": ({"cu_seqlens_q": [0, 8]}, TypeError, r"must be an int32 tensor; got list \[0, 8\]"),
+    "numpy": ({"seqused_k": np.zeros(3, np.int32)}, TypeError, "seqused_k must be .* got ndarray"),
+    "none": ({"cu_seqlens_k": None}, TypeError, "cu_seqlens_k must be an int32 tensor; got None"),
+    "list of a maximum": ({"max_seqlen_q": [5]}, TypeError, r"an int, .* got list \[5\]"),
+    "float": ({"max_seqlen_q": 5.0}, TypeError, "max_seqlen_q must be an int, .* got float 5.0"),
+    "bool": ({"max_seqlen_k": True}, TypeError, "max_seqlen_k must be an int, .* got bool True"),
+    "tensor": ({"max_seqlen_q": torch.tensor(5.5)}, TypeError, "max_seqlen_q must be an int"),
+    "scale": ({"softmax_scale": 0}, ValueError, "softmax_scale must be finite and positive"),
+    "head dim": ({name: torch.zeros(9, 4, 72).bfloat16() for name in "qkv"}, ValueError, "72"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_LENGTHS)
-def test_bad_lengths_are_refused(oracle, name):
+@pytest.mark.parametrize("known", [False, True])
+def test_bad_lengths_are_refused_before_any_copy(short_cut, monkeypatch, name, known):
     changes, error, words = BAD_LENGTHS[name]
     q, k, v, (cu_q, cu_k) = _packed()
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    for most in (1, 5) if known else ():  # equal to True and 5.0
+        flash_attn_varlen_func(**given, max_seqlen_q=most)
+        flash_attn_varlen_func(**given, max_seqlen_k=most)
+    monkeypatch.setattr(op, "_forward", None)
+    monkeypatch.setattr(masks, "_rows", None)  # the first that `lengths` needs
     with pytest.raises(error, match=words):
-        flash_attn_varlen_func(q, k, v, **{"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **changes})
+        flash_attn_varlen_func(**{**given, **changes})
+
+
+@pytest.mark.parametrize("size", [2**70, np.int64(5), OPEN])
+def test_large_maxima_are_those_of_the_tensor(short_cut, size):
+    q, k, v, (cu_q, cu_k) = _packed()
+    call = functools.partial(flash_attn_varlen_func, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    wanted = call(q, k, v)
+    for _ in range(2):
+        assert torch.equal(call(q, k, v, max_seqlen_q=size), wanted)
+
+
+REFUSED_WHEN_TRACED = {
+    "dtype": (lambda x: x.float(), "q is float32"),
+    "head dim": (lambda x: x[..., :32], "head dim 64 or 128; got 32"),
+    "heads": (lambda x: x[:, :, :3], "q has 3 heads, k and v 2"),
+    "batch": (lambda x: x[:1], "must agree in batch"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_WHEN_TRACED)
+def test_tracers_are_told_what_no_kernel_takes(name):
+    change, words = REFUSED_WHEN_TRACED[name]
+    of_q_alone = name in ("heads", "batch")
+    with FakeTensorMode():
+        q, k, v = (torch.empty(x.shape, dtype=x.dtype) for x in _qkv())
+        with pytest.raises((TypeError, ValueError), match=words):
+            flash_attn_func(change(q), *((k, v) if of_q_alone else map(change, (k, v))))
+        cu = torch.empty(4, dtype=torch.int32)
+        lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu[1:]}
+        with pytest.raises(ValueError, match="describes 3 sequences"):
+            flash_attn_varlen_func(q[0], k[0], v[0], **lengths)
 
 
 def test_a_positional_dropout_cannot_become_a_scale(oracle):
@@ -412,6 +720,21 @@ def test_examples_of_the_page_run(oracle, number):
     torch._dynamo.reset()
     exec(compile_code(code, f"example {number + 1}", "exec"), {})
     assert oracle and len(EXAMPLES) == 6
+
+
+@pytest.mark.parametrize(("shared", "count"), [(True, 6), (False, 9)])
+def test_packed_sequences_start_as_many_kernels_as_the_page_says(short_cut, shared, count):
+    q, k, v, (cu_q, cu_k) = _packed(heads_kv=4)
+    lengths = cu_q, cu_q if shared else cu_k, None, None
+    tensors = (q, q, q) if shared else (q, k, v)
+    problem = op._problem(*tensors, (*lengths, None, None, 0.125, OPEN, 0))
+    with _Launches() as mode:
+        made = op._with_lengths(problem, *tensors[:2], lengths)
+        launch.empty_results(made, q[None])
+    assert len(mode.seen) == count, mode.seen
+    assert "(six in a forward where queries and keys share `cu_seqlens`, else nine)" in " ".join(
+        PAGE.split()
+    )
 
 
 @pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])

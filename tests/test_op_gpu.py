@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The library op with its kernels, on a GPU that runs them (Hopper: rewritten)."""
 
+import functools
 import os
 import pathlib
 import subprocess
@@ -9,11 +10,12 @@ import warnings
 
 import pytest
 import torch
-from flash_ladder import flash_attn_func, load
+from flash_ladder import flash_attn_func, flash_attn_varlen_func, load
 from flash_ladder.common import contract_gpu, reference
 from torch import nn
 from torch.library import opcheck
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 REASON = contract_gpu.gpu_skip_reason(load(8))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -103,6 +105,100 @@ def test_a_graph_is_captured_and_replayed_on_other_numbers():
         wanted = _gradients(function, other)
         assert torch.equal(found[0], wanted[0])
         _close(found, wanted)
+
+
+def test_a_graph_of_packed_sequences_takes_other_lengths():
+    """The lengths are read on the GPU, so a replay takes those that cu_seqlens then holds."""
+    static = _qkv(heads_kv=4, batch=(), grad=True, seed=1)
+    rows = torch.tensor([[0, 90, 90, 200], [0, 30, 140, 333]], dtype=torch.int32, device="cuda")
+    cu_q, cu_k = rows.clone()
+    most = {"max_seqlen_q": 200, "max_seqlen_k": 333}
+    given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **most}
+    function = lambda q, k, v: flash_attn_varlen_func(q, k, v, **given, causal=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            _gradients(function, static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = _gradients(function, static)
+    for seed, ends in (
+        (2, [[0, 90, 90, 200], [0, 30, 140, 333]]),
+        (3, [[0, 1, 150, 180], [0] * 4]),
+    ):
+        other = _qkv(heads_kv=4, batch=(), grad=True, seed=seed)
+        new = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        with torch.no_grad():
+            for x, y in zip((*static, cu_q, cu_k), (*other, *new)):
+                x.copy_(y)
+        graph.replay()
+        torch.cuda.synchronize()
+        lengths = {"cu_seqlens_q": new[0], "cu_seqlens_k": new[1], **most}
+        wanted = _gradients(
+            lambda q, k, v: flash_attn_varlen_func(q, k, v, **lengths, causal=True),  # noqa: B023
+            other,
+        )
+        assert torch.equal(found[0], wanted[0])
+        _close(found, wanted)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_nothing_that_is_given_is_written(packed, heads_kv):
+    tensors = _qkv(heads_kv=heads_kv, batch=() if packed else (2,), grad=True)
+    lengths = {}
+    if packed:
+        ends = torch.tensor([[0, 90, 200], [0, 0, 333]], dtype=torch.int32, device="cuda")
+        lengths = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
+    function = flash_attn_varlen_func if packed else flash_attn_func
+    for _ in range(2):  # by torch's dispatcher, then past it
+        out, lse = function(*tensors, **lengths, causal=True, return_lse=True)
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+        given = [*tensors, out, lse, dout, dlse, *lengths.values()]
+        before = [x.detach().clone() for x in given]
+        torch.autograd.grad((out, lse), tensors, (dout, dlse))
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(given, before))
+    before = [x.detach().clone() for x in tensors]
+    function(*tensors, **lengths, causal=True)
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(tensors, before))
+
+
+def test_a_backward_on_a_side_stream_waits_for_a_late_gradient():
+    """Autograd runs a backward on the stream of its forward; dout arrives late on that stream."""
+    tensors = _qkv(grad=True)
+    dout = torch.randn(tensors[0].shape, device="cuda").bfloat16()
+    wanted = _gradients(flash_attn_func, tensors, dout)  # the kernels are compiled and known
+    late = torch.full_like(dout, float("nan"))
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        out = flash_attn_func(*tensors)
+        torch.cuda._sleep(20_000_000)
+        late.copy_(dout)
+        found = torch.autograd.grad(out, tensors, late)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    assert torch.equal(out, wanted[0])
+    assert torch.equal(found[2], wanted[3])  # dV: the same bits each time
+    _close((out, *found), wanted)
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_activation_checkpointing(kind):
+    tensors = _qkv(117, 117, batch=() if kind == "packed" else (2,), d=64, grad=True)
+    function = flash_attn_func
+    if kind == "packed":
+        cu = torch.tensor([0, 40, 117], dtype=torch.int32, device="cuda")
+        function = functools.partial(flash_attn_varlen_func, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    kept = lambda *x: checkpoint(function, *x, use_reentrant=False)
+    two = lambda layer: lambda q, k, v: layer(layer(q, k, v), k, v)
+    found, wanted = _gradients(two(kept), tensors), _gradients(two(function), tensors)
+    assert torch.equal(found[0], wanted[0])
+    _close(found, wanted)
 
 
 def test_side_streams_and_late_inputs():
@@ -287,11 +383,11 @@ def _torch_attention(dtype):
 
 
 def test_a_transformer_trains_as_with_torch():
-    """100 steps; as near to attention in float32 as torch's own in bf16 is, within a factor 2."""
+    """100 steps; as near to attention in float32 as torch's own in bf16, by a factor 2 and 1e-4."""
     ours = _losses(lambda *x: flash_attn_func(*x, causal=True))
     exact = _losses(_torch_attention(torch.float32))
     theirs = _losses(_torch_attention(torch.bfloat16))
     off = lambda losses: (losses - exact).abs().mean().item()
     print(f"loss {ours[0]:.4f} -> {ours[-1]:.4f}; off by {off(ours):.2e}, torch {off(theirs):.2e}")
     assert ours[-10:].mean() < 0.95 * ours[:10].mean()
-    assert off(ours) <= 2 * off(theirs) + 1e-3
+    assert off(ours) <= 2 * off(theirs) + 1e-4

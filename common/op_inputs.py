@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What callers give the library op, checked before anything is launched. Runs: host."""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+from torch import Tensor
+
+from .envelope import check_shapes, check_tensors, checked_scale
+from .masks import check_sequences, described
+from .model.sequences import OPEN
+from .stage import Stage
+from .transforms import refusal
+
+ALTERNATIVE = "torch.nn.functional.scaled_dot_product_attention runs everywhere"
+LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+
+
+def check_arguments(tensors, rank: int, layout: str, deterministic: bool) -> None:
+    """What the operator cannot say well; the rest is checked when it runs."""
+    if deterministic:
+        raise ValueError(
+            "deterministic=True does not exist yet: dK and dV have the same bits each time, dQ "
+            f"is added up in no fixed order. Leave it out; {ALTERNATIVE}"
+        )
+    for name, x in zip("qkv", tensors):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {described(x)}")
+        if x.layout is not torch.strided or x.is_nested:
+            kind = "nested" if x.is_nested else x.layout
+            raise TypeError(f"{name} must be a dense (strided) tensor; got a {kind} one")
+        if x.dim() != rank:
+            raise ValueError(f"{name} must be {layout}; got {tuple(x.shape)}")
+    if not torch.compiler.is_compiling():
+        why = refusal(dict(zip("qkv", tensors)))
+        if why:
+            raise TypeError(f"flash_ladder's attention {why}")
+
+
+def scale_of(softmax_scale, q: Tensor) -> float:
+    """The scale in use."""
+    return checked_scale(softmax_scale, max(q.shape[-1], 1))  # a head dim of 0 is refused later
+
+
+def check_types(lengths) -> None:
+    """What the operator cannot say of cu_seqlens and seqused."""
+    for name, x in zip(LENGTHS, lengths):
+        if not isinstance(x, Tensor) and (x is not None or name.startswith("cu")):
+            raise TypeError(f"{name} must be an int32 tensor; got {described(x)}")
+
+
+def number(name: str, value) -> int | None:
+    """An int of an int or of a CPU tensor that holds one."""
+    given = value
+    if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
+        value = value.item()
+    if value is None or (torch.compiler.is_compiling() and isinstance(value, int)):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(
+            f"{name} must be an int, or a CPU tensor that holds one; got {described(given)}"
+        )
+    return min(int(value), OPEN)
+
+
+def check_inputs(stage: Stage, q, k, v, lengths) -> tuple[Tensor, Tensor, Tensor]:
+    """TypeError or ValueError unless these fit each other and the stage; sizes may be symbols.
+
+    Returns tensors like those that kernels take but for their numbers and their memory.
+    """
+    check_tensors(stage, {"q": q, "k": k, "v": v})
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() in (3, 4):
+        raise ValueError(
+            f"q, k and v must be (batch, seqlen, heads, head_dim) or (total, heads, head_dim); got "
+            f"{shapes}"
+        )
+    check_sequences(q, k, lengths[:2], lengths[2:])
+    check_shapes(stage, *(x[None] if x.dim() == 3 else x for x in (q, k, v)), grouped_heads=True)
+    heads, own = q.shape[-2], k.shape[-2]
+    if own < 1 or heads % own:
+        raise ValueError(
+            f"q has {heads} heads, k and v {own}; need in q a multiple of those of k and v, which "
+            f"need at least one; got {shapes}"
+        )
+    return tuple(
+        x.new_empty(x.shape[-1]).expand(*x.shape[:-2], heads, x.shape[-1]) for x in (q, k, v)
+    )
