@@ -197,7 +197,9 @@ def test_who_has_what():
     assert f"where each CTA has {pair.HALF} queries" in TEXT
     last = next(region for region in one.plan(128).tmem if region.name == "P1")
     columns = f"{last.column} to {last.column + last.columns - 1}"
-    assert f"P of queries {one.HALF} to {one.TILE - 1} lies in columns {columns}" in TEXT
+    second = f"{one.HALF} to {one.TILE - 1}"
+    assert f"`COMPUTE1` reads S of queries {second}, columns {second}." in TEXT
+    assert f"Its P is half as wide and lies in columns {columns}" in TEXT
     assert one.Q_STAGES == {64: 2, 128: 2} and "as Q has two slots" in TEXT
     assert one.DO_STAGES == {64: 2, 128: 1}
     limit = max(part.DECLARED[128]["slots_per_element"][1] for part in (one, pair))
