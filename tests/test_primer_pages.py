@@ -154,7 +154,7 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"by *more* than {STAGE6.THRESHOLD:.0f}",
         f"P may grow to 2^{STAGE6.THRESHOLD:.0f} = {2**STAGE6.THRESHOLD:.0f} (D)",
         f"fp16 is {torch.finfo(torch.float16).max:,.0f} (D)".replace(",", " "),
-        f"{_rescales('one large score', 0)} times after the first tile (D)",
+        f"{_rescales('one large score', 0)} more times after the first tile has set it (D)",
         f"At 8 it moves {['never', 'once'][_rescales('one large score', 8)]} (D)",
         f"{_rescales('climbing by 3 a tile', 0)} rescales become "
         f"{_rescales('climbing by 3 a tile', 8)} (D)",
@@ -173,9 +173,12 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"{FORWARD.flop / H200['tensor']:.0f} cycles on Hopper, {FORWARD.mma:.0f} on a B200 (D)",
         f"{HALF.mma:.0f} cycles against {HALF.exp:.0f} (D)",
         f"{FORWARD.mma:.0f}, {FORWARD.smem:.0f} and {FORWARD.exp:.0f} cycles (D)",
-        f"shared memory: {BACKWARD.smem:.0f} cycles where the products take {BACKWARD.mma:.0f}",
+        f"{BACKWARD.exp:.0f} cycles beside the products' {BACKWARD.mma:.0f} (D)",
+        f"carries more than in the forward: {BACKWARD.smem:.0f} cycles",
+        f"each of the three has {128 * 128 * 2 // 1024} KiB, "
+        f"which take {128 * 128 * 2 / B200['smem']:.0f} cycles",
         f"busy {100 * BACKWARD.tensor_ceiling:.0f} %",
-        f"{BACKWARD.smem:.0f} becomes {PAIR.smem:.0f} each",
+        f"each needs only {PAIR.smem:.0f}",
         f"a ceiling of {100 * PAIR.tensor_ceiling:.0f} %",
         f"A B300 has {roofline.forward(machine=B300).exp:.0f} cycles of exponentials (D)",
         f"the port: {PAIR.smem:.0f} cycles against {PAIR.mma:.0f}",
@@ -202,7 +205,8 @@ SAID = {  # page: what it says, made from the code that the numbers come from
     ],
     "mbarriers": [
         f"perhaps {B200['tma_latency']:.0f} cycles later (Q",
-        f"{B200['mma_ss_latency'] + 128 / 2:.0f} cycles (D: {B200['mma_ss_latency']:.0f} + 64,",
+        f"{B200['mma_ss_latency'] + 128 / 2:.0f} cycles after its issue: "
+        f"64 of work, {B200['mma_ss_latency']:.0f} until its commit is seen (D",
         f"2^20 − 1 = {2**20 - 1:,} bytes".replace(",", " "),
         f"a tile has {ring.TILE_BYTES:,} bytes and comes in two parts".replace(",", " "),
         f"warpgroup: {Arrival('A').count(GROUP)} (D",
