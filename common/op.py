@@ -174,7 +174,7 @@ class _ShortCut(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, *lengths = ctx.saved_tensors
-        if _traced() or torch.is_grad_enabled():  # with create_graph=True
+        if _traced() or torch.is_grad_enabled() or _batched(dout, dlse):  # create_graph=True
             dout = torch.zeros_like(out) if dout is None else dout
             dlse = torch.zeros_like(lse) if dlse is None else dlse
             given = dout, dlse, q, k, v, out, lse, *lengths, *ctx.numbers
@@ -185,6 +185,12 @@ class _ShortCut(torch.autograd.Function):
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _batched(*gradients: Tensor | None) -> bool:
+    """Whether they come from autograd.grad(..., is_grads_batched=True)."""
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    return any(x is not None and batched(x) for x in gradients)
 
 
 def _layout(x: Tensor) -> tuple:

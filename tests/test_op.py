@@ -243,6 +243,19 @@ def test_the_short_cut_gives_what_the_operator_gives(short_cut, heads_kv, length
         assert all(map(torch.equal, row, rows[0]))
 
 
+@pytest.mark.parametrize("heads_kv", [4, 1])
+def test_batched_gradients_of_a_known_problem(short_cut, heads_kv):
+    made = _qkv(heads_kv=heads_kv, grad=True)
+    douts = torch.randn(3, *made[0].shape).to(made[0].dtype)
+    for _ in range(2):
+        out = flash_attn_func(*made)
+        found = torch.autograd.grad(out, made, douts, is_grads_batched=True, retain_graph=True)
+        for number, dout in enumerate(douts):
+            wanted = torch.autograd.grad(out, made, dout, retain_graph=True)
+            for x, y in zip(found, wanted):
+                torch.testing.assert_close(x[number].float(), y.float(), atol=0.02, rtol=0.02)
+
+
 def test_other_numbers_in_cu_seqlens_are_taken(short_cut):
     q, k, v, (cu_q, cu_k) = _packed()
     call = lambda cu: flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu_k)
