@@ -73,7 +73,7 @@ def markers(shown: str, notes: list[Note], name: str) -> str:
     """HTML of a diff, a line of it a line, with a marker at each annotated line; see `comments`."""
     lines = shown.split("\n")
     for note in reversed(notes):  # so that two of one line stand in order
-        marker = f'<a class="fl-note" href="#{name}-{note.number}">{note.number}</a>'
+        marker = f'<a class="fl-annotation" href="#{name}-{note.number}">{note.number}</a>'
         lines[note.line] = marker + lines[note.line]
     return "\n".join(lines)
 

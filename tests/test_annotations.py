@@ -60,7 +60,7 @@ def test_annotations_that_do_not_fit_are_refused(body, message):
 def test_markers_lead_to_the_comments():
     notes = annotations.place(annotations.parse(BODY + "3 | C = 3 | Both.\n"), LINES)
     shown = annotations.markers("\n".join(LINES), notes, "n").split("\n")
-    link = '<a class="fl-note" href="#n-{0}">{0}</a>'
+    link = '<a class="fl-annotation" href="#n-{0}">{0}</a>'
     assert shown[4] == link.format(1) + "-B = 2"
     assert shown[6] == link.format(2) + link.format(3) + "+C = 3"
     assert [line for i, line in enumerate(shown) if i not in (4, 6)] == [*LINES[:4], "+B = 2", "-A"]

@@ -116,10 +116,10 @@ def test_stage_diff_is_annotated(pair):
     page = fence(
         'stage-diff a="01" b="02" file="kernel.py"', "git diff\n1 | = 256 | Twice the `TILE`."
     )
-    link = '<a class="fl-note" href="#note-01-02-kernel-py-1">1</a>'
-    assert f'{link}<span class="gi">+TILE = 256</span>' in page and page.count("fl-note") == 2
+    link = '<a class="fl-annotation" href="#note-01-02-kernel-py-1">1</a>'
+    assert f'{link}<span class="gi">+TILE = 256</span>' in page and page.count("fl-annotation") == 1
     assert '<li id="note-01-02-kernel-py-1">Twice the <code>TILE</code>.</li>' in page
-    assert "fl-note" not in fence('stage-diff a="01" b="02" file="kernel.py"')
+    assert "fl-annotation" not in fence('stage-diff a="01" b="02" file="kernel.py"')
 
 
 @pytest.mark.parametrize(
