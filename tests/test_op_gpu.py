@@ -84,10 +84,10 @@ def test_compiled_once_for_all_lengths(backend):
         _close(_gradients(function, tensors), _gradients(plain, tensors))
 
 
-def test_a_graph_is_captured_and_replayed_on_other_numbers():
-    static = _qkv(grad=True, seed=1)
-    function = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+def _captured(function, static):
+    """(graph, out and gradients that a replay writes) of a function of these tensors."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             _gradients(function, static)
@@ -95,6 +95,13 @@ def test_a_graph_is_captured_and_replayed_on_other_numbers():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         found = _gradients(function, static)
+    return graph, found
+
+
+def test_a_graph_is_captured_and_replayed_on_other_numbers():
+    static = _qkv(grad=True, seed=1)
+    function = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+    graph, found = _captured(function, static)
     for seed in (2, 3):
         other = _qkv(grad=True, seed=seed)
         with torch.no_grad():
@@ -115,15 +122,7 @@ def test_a_graph_of_packed_sequences_takes_other_lengths():
     most = {"max_seqlen_q": 200, "max_seqlen_k": 333}
     given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **most}
     function = lambda q, k, v: flash_attn_varlen_func(q, k, v, **given, causal=True)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            _gradients(function, static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        found = _gradients(function, static)
+    graph, found = _captured(function, static)
     for seed, ends in (
         (2, [[0, 90, 90, 200], [0, 30, 140, 333]]),
         (3, [[0, 1, 150, 180], [0] * 4]),
