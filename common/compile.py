@@ -363,9 +363,9 @@ def arguments(kind: str, key: CompileKey, masks: bool = False) -> tuple:
     and, along batch, sequence and head, multiples of 16 bytes. mLSE and mdLSE (b, h, sq) Float32,
     natural log; mdLSE with any strides, 0 as well. mStats (b, h, tiles, 2, 128) Float32 by tile of
     128 query rows: LSE * log2(e), then D. mdQ_accum (b, sq, h, d) Float32, 16-byte rows; scales
-    Float32. With `masks`, before the stream: lengths Int64, batch, max_seqlen_q Int32, and but for
-    preprocess and postprocess max_seqlen_k, left, right Int32; see `masks.Mask.arguments`. Raises
-    ValueError for another kind.
+    Float32. With `masks`, before the stream: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    Int64 addresses, batch, max_seqlen_q, max_seqlen_k, left, right Int32; of a preprocess and a
+    postprocess those of q alone. See `masks.Mask.arguments`. Raises ValueError for another kind.
     """
     import cutlass
     from cutlass import cute
@@ -405,6 +405,7 @@ def arguments(kind: str, key: CompileKey, masks: bool = False) -> tuple:
         raise ValueError(f"a kernel is one of {', '.join(of_kind)}; got {kind!r}")
     numbers = ()
     if masks:
-        count = 2 if kind in ("preprocess", "postprocess") else 5
-        numbers = cutlass.Int64(0), *(cutlass.Int32(1) for _ in range(count))
+        of_q = kind in ("preprocess", "postprocess")
+        addresses, sizes = (2, 2) if of_q else (4, 5)
+        numbers = *[cutlass.Int64(0)] * addresses, *[cutlass.Int32(1)] * sizes
     return (*of_kind[kind], *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))

@@ -59,7 +59,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, stage: Stage, problem: Problem):
         out, lse = forward(stage, problem, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+        lengths = (problem.mask and problem.mask.lengths) or ()  # a change in place is found
+        ctx.save_for_backward(q, k, v, out, lse, *lengths)
         ctx.set_materialize_grads(False)  # what of dout and dlse is not asked for stays None
         ctx.stage, ctx.problem, ctx.execution = stage, problem, current_execution()
         return out, lse
@@ -68,7 +69,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return None, None, None, None, None
-        given = *ctx.saved_tensors, dout, dlse, ctx.stage, ctx.problem
+        given = *ctx.saved_tensors[:5], dout, dlse, ctx.stage, ctx.problem
         with execution(*ctx.execution):  # autograd calls this in a thread of its own
             recorded = torch.is_grad_enabled()  # with create_graph=True
             gradients = _Gradient.apply(*given) if recorded else _gradients(*given)
@@ -171,11 +172,11 @@ def backward(
     first, main, last = (kernel_for(source, problem, device) for source in sources)
     dout = torch.zeros_like(saved.out) if dout is None else loadable(dout)
     dlse = _zero(device).expand_as(saved.lse) if dlse is None else dlse
-    lengths = mask_arguments(problem, 3)
+    of_q = problem.mask.arguments_of_q if problem.mask else ()
     rows = saved.out, dout, saved.lse, dlse
-    start(first, *rows, workspace.stats, workspace.dq_accum, *lengths)
+    start(first, *rows, workspace.stats, workspace.dq_accum, *of_q)
     start_backward(main, problem, saved, dout, workspace)
-    start(last, workspace.dq_accum, workspace.dq, problem.softmax_scale, *lengths)
+    start(last, workspace.dq_accum, workspace.dq, problem.softmax_scale, *of_q)
 
 
 _ZEROS: dict[torch.device, Tensor] = {}

@@ -129,9 +129,9 @@ def launch(kernel: CompiledKernel | HopperKernel, problem: Problem, q, k, v, out
     start(kernel, q, k, v, out, lse, scale_log2, *mask_arguments(problem))
 
 
-def mask_arguments(problem: Problem, count: int = 6) -> tuple[int, ...]:
-    """The first `count` of `Mask.arguments`, none for a stage without masks."""
-    return problem.mask.arguments[:count] if problem.mask else ()
+def mask_arguments(problem: Problem) -> tuple[int, ...]:
+    """`Mask.arguments`, none for a stage without masks."""
+    return problem.mask.arguments if problem.mask else ()
 
 
 def start(kernel: CompiledKernel | HopperKernel, *arguments) -> None:

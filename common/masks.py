@@ -40,8 +40,9 @@ class Mask:
 
     left, right: as in Note [Which query sees which key], OPEN where a side is open. packed: whether
     the sequences lie one after the other, in tensors (1, total, h, d). batch: how many there are,
-    none longer than max_seqlen_q and max_seqlen_k. lengths: (batch, 4) int32 on the tensors'
-    device: first row in q, rows, first row in k, rows; None where each batch entry is a sequence.
+    none longer than max_seqlen_q and max_seqlen_k. lengths: (cu_seqlens_q, cu_seqlens_k, seqused_q,
+    seqused_k), contiguous int32 on the tensors' device, each may be None; None where each batch
+    entry is a sequence. rows: of q and k, where there are lengths.
     """
 
     left: int
@@ -50,7 +51,8 @@ class Mask:
     batch: int
     max_seqlen_q: int
     max_seqlen_k: int
-    lengths: Tensor | None = None
+    lengths: tuple[Tensor | None, ...] | None = None
+    rows: tuple[int, int] = (0, 0)
 
     @property
     def sees_nothing(self) -> bool:
@@ -74,25 +76,26 @@ class Mask:
 
     @property
     def arguments(self) -> tuple[int, ...]:
-        """Of a kernel: lengths (address, or 0), batch, max_seqlen_q, max_seqlen_k, left, right."""
-        address = 0 if self.lengths is None else self.lengths.data_ptr()
-        sizes = self.batch, self.max_seqlen_q, self.max_seqlen_k
-        return address, *sizes, self.left, self.right
+        """Of a kernel: addresses of `lengths`, 0 for None, then batch, max_seqlen_q, max_seqlen_k,
+        left, right."""
+        addresses = map(_address, self.lengths or (None,) * 4)
+        return *addresses, self.batch, self.max_seqlen_q, self.max_seqlen_k, self.left, self.right
+
+    @property
+    def arguments_of_q(self) -> tuple[int, ...]:
+        """Of a kernel that looks at queries alone: cu_seqlens_q, seqused_q, batch, max_seqlen_q."""
+        cu, _, used, _ = self.lengths or (None,) * 4
+        return _address(cu), _address(used), self.batch, self.max_seqlen_q
 
     def with_lengths(self, cu, used, rows: tuple[int, int]) -> Mask:
         """The same with `lengths` of checked tensors; without any, itself.
 
         cu, used: (of q, of k) as in `mask_of`; rows: of the tensors q and k.
         """
-        most = self.max_seqlen_q, self.max_seqlen_k
-        like = next((x for x in (*cu, *used) if x is not None), None)
-        if like is None:
+        if cu[0] is cu[1] is used[0] is used[1] is None:
             return self
-        of_q, of_k = zip(cu, used, rows, most)
-        made = _rows(*of_q, self.batch, like)
-        same = cu[0] is cu[1] and used[0] is used[1] and of_q[2:] == of_k[2:]
-        made += made if same else _rows(*of_k, self.batch, like)
-        return replace(self, lengths=torch.stack(made, 1))
+        lengths = tuple(x if x is None else x.contiguous() for x in (*cu, *used))
+        return replace(self, lengths=lengths, rows=rows)
 
     def batched(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Packed tensors as those of one batch entry; others, and None, as they are."""
@@ -114,7 +117,14 @@ class Mask:
         if self.lengths is None:
             rows = (Sequence(0, self.max_seqlen_q, 0, self.max_seqlen_k),) * self.batch
         else:
-            rows = tuple(Sequence(*row) for row in self.lengths.tolist())
+            most = self.max_seqlen_q, self.max_seqlen_k
+            of_q, of_k = (
+                _rows(cu, used, rows, longest, self.batch)
+                for cu, used, rows, longest in zip(
+                    self.lengths[:2], self.lengths[2:], self.rows, most
+                )
+            )
+            rows = tuple(Sequence(*q, *k) for q, k in zip(of_q, of_k))
         pairs = sum(self._pairs(row) for row in rows)
         return Sequences(rows, self.packed, pairs, (self.max_seqlen_q, self.max_seqlen_k))
 
@@ -265,17 +275,19 @@ def _check_integers(name: str, values, count: int, device: torch.device) -> None
         raise ValueError(f"{name} must be on {device}, as q is; it is on {values.device}")
 
 
-def _rows(cu, used, rows: int, most: int, batch: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """(first row, rows) of every sequence of one side, (batch,) int32, within the tensor.
-
-    Few operations, since on a GPU each is a launch. like: any int32 tensor on the device.
-    """
+def _rows(cu, used, rows: int, most: int, batch: int) -> list[tuple[int, int]]:
+    """(first row, rows) of every sequence of one side, within the tensor, as kernels find them."""
+    begin, length = torch.zeros(batch, dtype=torch.int32), torch.full((batch,), rows)
     if cu is not None:
-        ends = cu.clamp(0, rows)
-        begin, length = ends[:-1], (ends[1:] - ends[:-1]).clamp_(0, most)
-        return begin, length if used is None else torch.minimum(length, used).clamp_(min=0)
-    begin = like.new_zeros(batch)
-    return begin, begin + rows if used is None else used.clamp(0, rows)
+        ends = cu.cpu().clamp(0, rows)
+        begin, length = ends[:-1], ends.diff().clamp(0, most)
+    if used is not None:
+        length = torch.minimum(length, used.cpu()).clamp(min=0)
+    return [*zip(begin.tolist(), length.tolist())]
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def described(value) -> str:

@@ -56,7 +56,10 @@ def attention(
     mO: cute.Tensor,
     mLSE: cute.Tensor,
     scale_log2: Float32,
-    lengths: Int64,
+    cu_seqlens_q: Int64,
+    cu_seqlens_k: Int64,
+    seqused_q: Int64,
+    seqused_k: Int64,
     batch: Int32,
     max_seqlen_q: Int32,
     max_seqlen_k: Int32,
@@ -68,10 +71,10 @@ def attention(
 
     Runs: host. Args: mQ, mO (b, sq, h, d), mK, mV (b, sk, h, d) bf16 or fp16, d static; mLSE
     (b, h, sq) Float32; of packed sequences, which lie one after the other, b is 1; scale_log2 =
-    softmax_scale * log2(e); lengths, see `sequence`; batch, how many sequences; max_seqlen_q, no
-    one is longer; left, right, see mask.py; stream. Queries that see no key of a whole CTA get
-    neither O nor LSE: the host has filled them in. What is allowed is in config.ENVELOPE and was
-    checked before.
+    softmax_scale * log2(e); cu_seqlens and seqused, addresses as in `rows_of_side`; batch, how many
+    sequences; max_seqlen, no one is longer; left, right, see mask.py; stream. Queries that see no
+    key of a whole CTA get neither O nor LSE: the host has filled them in. What is allowed is in
+    config.ENVELOPE and was checked before.
     """
     _, _, heads, head_dim = mQ.shape
     dtype = mQ.element_type
@@ -103,6 +106,7 @@ def attention(
     layouts = (layout_q, layout_k, layout_v, layout_o)
     num_m_blocks = cute.ceil_div(max_seqlen_q, config.TILE_M * config.Q_TILES)
     sizes = (num_m_blocks, mQ.shape[1], mK.shape[1])
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     attention_kernel(
         atoms, tensors, layouts, mLSE, scale_log2, sizes, lengths, (left, right), head_dim, dtype
     ).launch(
@@ -121,7 +125,7 @@ def attention_kernel(
     mLSE: cute.Tensor,
     scale_log2: Float32,
     sizes: tuple,
-    lengths: Int64,
+    lengths: tuple,
     window: tuple,
     head_dim: cutlass.Constexpr,
     dtype: cutlass.Constexpr,

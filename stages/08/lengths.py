@@ -7,20 +7,44 @@ from cutlass import Int32, Int64
 
 
 @cute.jit
-def sequence(lengths: Int64, batch: Int32, seqlen_q: Int32, seqlen_k: Int32):
+def sequence(lengths, batch: Int32, seqlen_q: Int32, seqlen_k: Int32):
     """(begin_q, len_q, begin_k, len_k): first row of a batch entry in Q and in K, and their rows.
 
-    Runs: whole warps; the same values in every lane. Args: lengths, address of (b, 4) Int32 in
-    global memory that holds them, or 0 where every entry has all rows of its tensors.
+    Runs: whole warps; the same values in every lane. Args: lengths, (cu_seqlens_q, cu_seqlens_k,
+    seqused_q, seqused_k, max_seqlen_q, max_seqlen_k) as in `rows_of_side`; seqlen_q, seqlen_k, rows
+    of Q and K.
     """
-    begin_q, len_q, begin_k, len_k = Int32(0), seqlen_q, Int32(0), seqlen_k
-    if lengths != 0:
-        table = cute.make_ptr(Int32, lengths, cute.AddressSpace.gmem, assumed_align=16)
-        row = cute.make_tensor(table + 4 * Int64(batch), cute.make_layout(4))
-        begin_q, len_q = row[0], row[1]
-        begin_k, len_k = row[2], row[3]
+    cu_q, cu_k, used_q, used_k, most_q, most_k = lengths
+    begin_q, len_q = rows_of_side(cu_q, used_q, most_q, batch, seqlen_q)
+    begin_k, len_k = rows_of_side(cu_k, used_k, most_k, batch, seqlen_k)
     uniform = cute.arch.make_warp_uniform
     return uniform(begin_q), uniform(len_q), uniform(begin_k), uniform(len_k)
+
+
+@cute.jit
+def rows_of_side(cu_seqlens: Int64, seqused: Int64, most: Int32, batch: Int32, seqlen: Int32):
+    """(first row, rows) of a batch entry in Q or in K, never outside the tensor.
+
+    Runs: any thread. Args: cu_seqlens, address of (b + 1,) Int32, where the sequences begin and the
+    last ends, 0 where each entry has the rows of its own; seqused, address of (b,) Int32, how many
+    rows count, 0 for all; most, no sequence has more; seqlen, rows of the tensor.
+    """
+    begin, length = Int32(0), seqlen
+    if cu_seqlens != 0:
+        gEnds = numbers(cu_seqlens, batch)  # (2,)
+        begin = cutlass.min(cutlass.max(gEnds[0], 0), seqlen)
+        end = cutlass.min(cutlass.max(gEnds[1], 0), seqlen)
+        length = cutlass.max(cutlass.min(end - begin, most), 0)
+    if seqused != 0:
+        gUsed = numbers(seqused, batch)  # (2,), of which the second may not exist
+        length = cutlass.max(cutlass.min(gUsed[0], length), 0)
+    return begin, length
+
+
+def numbers(address: Int64, first: Int32):
+    """Two of the Int32 in global memory at an address, from number `first` on. Runs: trace."""
+    start = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+    return cute.make_tensor(start + Int64(first), cute.make_layout(2))
 
 
 def ragged(mX: cute.Tensor):

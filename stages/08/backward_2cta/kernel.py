@@ -103,7 +103,10 @@ def backward(
     mdV: cute.Tensor,
     scale_log2: Float32,
     softmax_scale: Float32,
-    lengths: Int64,
+    cu_seqlens_q: Int64,
+    cu_seqlens_k: Int64,
+    seqused_q: Int64,
+    seqused_k: Int64,
     batch: Int32,
     max_seqlen_q: Int32,
     max_seqlen_k: Int32,
@@ -116,10 +119,10 @@ def backward(
     Runs: host. Args: mQ, mdO (b, sq, h, d), mK, mV, mdK, mdV (b, sk, h, d) bf16 or fp16, d static;
     mStats (b, h, tiles, 2, TILE) Float32, see preprocess; mdQ_accum (b, sq, h, d) Float32, added
     to; of packed sequences, which lie one after the other, b is 1; softmax_scale, scale_log2 =
-    softmax_scale * log2(e); lengths, see `sequence`; batch, how many sequences; max_seqlen_k, no
-    one has more keys; left, right, see mask.py; stream. Keys of a whole pair that no query sees get
-    neither dK nor dV: the host has filled them in. What is allowed is in config.ENVELOPE and was
-    checked before.
+    softmax_scale * log2(e); cu_seqlens and seqused, addresses as in `rows_of_side`; batch, how many
+    sequences; max_seqlen, no one is longer; left, right, see mask.py; stream. Keys of a whole pair
+    that no query sees get neither dK nor dV: the host has filled them in. What is allowed is in
+    config.ENVELOPE and was checked before.
     """
     heads, head_dim = mQ.shape[2], mQ.shape[3]
     dtype, layouts = mQ.element_type, operand_layouts(mQ.element_type, mQ.shape[3])
@@ -136,6 +139,7 @@ def backward(
     tensors = {name: tensor for name, (_, tensor) in made.items()}
     pairs = cute.ceil_div(max_seqlen_k, config.CTAS * config.TILE)
     sizes = (pairs, heads, mQ.shape[1], mK.shape[1])
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     scales, window = (scale_log2, softmax_scale), (left, right)
     backward_kernel(
         atoms, tensors, layouts, scales, sizes, lengths, window, head_dim, dtype
@@ -177,7 +181,7 @@ def backward_kernel(
     layouts,
     scales,
     sizes,
-    lengths: Int64,
+    lengths: tuple,
     window,
     head_dim: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
@@ -217,7 +221,7 @@ def by_role(
     layouts,
     scales,
     sizes,
-    lengths: Int64,
+    lengths,
     where,
     rank,
     rows,

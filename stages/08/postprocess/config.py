@@ -31,7 +31,7 @@ def plan(head_dim: int) -> Plan:
 DECLARED = {
     head_dim: {
         "registers": ("<=", 64),
-        "ld_global": head_dim // 4 + 1,
+        "ld_global": head_dim // 4 + 3,
         "st_global": head_dim // 8,
         "mma_sass": 0,
     }

@@ -5,7 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..lengths import sequence
+from ..lengths import rows_of_side
 from . import config
 
 
@@ -14,7 +14,8 @@ def postprocess(
     mdQ_accum: cute.Tensor,
     mdQ: cute.Tensor,
     softmax_scale: Float32,
-    lengths: Int64,
+    cu_seqlens_q: Int64,
+    seqused_q: Int64,
     batch: Int32,
     max_seqlen_q: Int32,
     stream,
@@ -22,12 +23,14 @@ def postprocess(
     """Launch one CTA for each tile of 128 query rows of every sequence.
 
     Runs: host. Args: mdQ_accum (b, sq, h, d) Float32, the sum of dS K over all keys; mdQ
-    (b, sq, h, d) bf16 or fp16, d static, rows of 16-byte steps; softmax_scale; lengths, batch,
-    max_seqlen_q as in preprocess; stream. Rows that no sequence has are not written.
+    (b, sq, h, d) bf16 or fp16, d static, rows of 16-byte steps; softmax_scale; cu_seqlens_q,
+    seqused_q, batch, max_seqlen_q as in preprocess; stream. Rows that no sequence has are not
+    written.
     """
     heads, head_dim = mdQ.shape[2], mdQ.shape[3]
     num_m_blocks = cute.ceil_div(max_seqlen_q, config.TILE_M)
-    postprocess_kernel(mdQ_accum, mdQ, softmax_scale, lengths, num_m_blocks).launch(
+    of_q = (cu_seqlens_q, seqused_q, max_seqlen_q)
+    postprocess_kernel(mdQ_accum, mdQ, softmax_scale, of_q, num_m_blocks).launch(
         grid=(num_m_blocks * heads * batch, 1, 1),
         block=(config.plan(head_dim).threads, 1, 1),
         stream=stream,
@@ -39,7 +42,7 @@ def postprocess_kernel(
     mdQ_accum: cute.Tensor,
     mdQ: cute.Tensor,
     softmax_scale: Float32,
-    lengths: Int64,
+    of_q: tuple,
     num_m_blocks: Int32,
 ):
     """One CTA: dQ of its tile.
@@ -50,7 +53,7 @@ def postprocess_kernel(
     block, _, _ = cute.arch.block_idx()
     m_block, heads = block % num_m_blocks, mdQ.shape[2]
     head, batch = block // num_m_blocks % heads, block // num_m_blocks // heads
-    begin, len_q, _, _ = sequence(lengths, batch, Int32(mdQ.shape[1]), Int32(0))
+    begin, len_q = rows_of_side(*of_q, batch, Int32(mdQ.shape[1]))
     entry = cutlass.min(batch, mdQ.shape[0] - 1)  # a packed tensor has one
     first = m_block * config.TILE_M
     gdQ_accum, gdQ = [

@@ -31,7 +31,7 @@ def plan(head_dim: int) -> Plan:
 DECLARED = {
     head_dim: {
         "registers": ("<=", 64),
-        "ld_global": 2 * (head_dim // 8) + 4,  # O and dO in d / 8 steps; LSE twice, dLSE, lengths
+        "ld_global": 2 * (head_dim // 8) + 6,  # O, dO in d / 8 steps; LSE twice, dLSE, 3 lengths
         "st_global": head_dim // 4 + 2,  # zeros; D, LSE
         "mma_sass": 0,
     }

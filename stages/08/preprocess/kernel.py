@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...common import arith
-from ..lengths import sequence
+from ..lengths import rows_of_side
 from . import config
 
 
@@ -18,7 +18,8 @@ def preprocess(
     mdLSE: cute.Tensor,
     mStats: cute.Tensor,
     mdQ_accum: cute.Tensor,
-    lengths: Int64,
+    cu_seqlens_q: Int64,
+    seqused_q: Int64,
     batch: Int32,
     max_seqlen_q: Int32,
     stream,
@@ -28,12 +29,13 @@ def preprocess(
     Runs: host. Args: mO, mdO (b, sq, h, d) bf16 or fp16, d static, rows of 16-byte steps; mLSE,
     mdLSE (b, h, sq) Float32, natural log, mdLSE with any strides; mStats (b, h, tiles, 2, 128)
     Float32; mdQ_accum (b, sq, h, d) Float32; of packed sequences, which lie one after the other, b
-    is 1; lengths, see `sequence`; batch, how many sequences; max_seqlen_q, no one is longer;
-    stream.
+    is 1; cu_seqlens_q, seqused_q, addresses as in `rows_of_side`; batch, how many sequences;
+    max_seqlen_q, no one is longer; stream.
     """
     heads, head_dim = mO.shape[2], mO.shape[3]
     num_m_blocks = cute.ceil_div(max_seqlen_q, config.TILE_M)
-    preprocess_kernel(mO, mdO, mLSE, mdLSE, mStats, mdQ_accum, lengths, num_m_blocks).launch(
+    of_q = (cu_seqlens_q, seqused_q, max_seqlen_q)
+    preprocess_kernel(mO, mdO, mLSE, mdLSE, mStats, mdQ_accum, of_q, num_m_blocks).launch(
         grid=(num_m_blocks * heads * batch, 1, 1),
         block=(config.plan(head_dim).threads, 1, 1),
         stream=stream,
@@ -48,7 +50,7 @@ def preprocess_kernel(
     mdLSE: cute.Tensor,
     mStats: cute.Tensor,
     mdQ_accum: cute.Tensor,
-    lengths: Int64,
+    of_q: tuple,
     num_m_blocks: Int32,
 ):
     """One CTA: the statistics and the zeros of its tile; nothing where the sequence has no rows.
@@ -62,7 +64,7 @@ def preprocess_kernel(
     block, _, _ = cute.arch.block_idx()
     m_block, heads = block % num_m_blocks, mO.shape[2]
     head, batch = block // num_m_blocks % heads, block // num_m_blocks // heads
-    begin, len_q, _, _ = sequence(lengths, batch, Int32(mO.shape[1]), Int32(0))
+    begin, len_q = rows_of_side(*of_q, batch, Int32(mO.shape[1]))
     entry = cutlass.min(batch, mO.shape[0] - 1)  # a packed tensor has one
     rows = len_q - m_block * config.TILE_M  # of the sequence from this tile on
     if rows > 0:
