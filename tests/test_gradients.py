@@ -12,8 +12,10 @@ from flash_ladder.common import (
     contract_gradients,
     derived,
     gradients,
+    launch,
     numerics,
 )
+from flash_ladder.common.envelope import check
 from flash_ladder.common.launch import execution
 from flash_ladder.common.model import B200
 
@@ -183,6 +185,19 @@ def test_a_stage_without_a_backward_still_refuses(stage):
     q = torch.zeros(1, 128, 1, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="stage 01 has no backward pass, but q requires grad"):
         stage.attention(q.clone().requires_grad_(), q, q)
+
+
+def test_lengths_that_change_before_the_backward_are_found(monkeypatch):
+    empty = lambda stage, problem, q, k, v: launch.empty_results(problem, q)
+    monkeypatch.setattr(gradients, "forward", empty)
+    cu_seqlens = torch.tensor([0, 1, 4], dtype=torch.int32)
+    given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": torch.tensor([0, 2, 4]).int()}
+    q = torch.zeros(4, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    problem = check(load(8), q, q, q, need_cuda=False, **given)
+    out, _ = gradients.attend(load(8), problem, *problem.batched(q, q, q))
+    cu_seqlens[1] = 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 # ---- statistics ----------------------------------------------------------------------------

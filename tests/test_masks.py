@@ -234,17 +234,41 @@ def test_packed_tensors_all_are():
 # ---- lengths -------------------------------------------------------------------------------
 
 
-def test_dense_sequences_need_no_table():
+def test_dense_sequences_need_no_lengths():
     mask = _dense(causal=True)
-    assert mask.lengths is None and not mask.packed and mask.arguments == (0, 2, 4, 6, OPEN, 0)
+    assert mask.lengths is None and not mask.packed
+    assert mask.arguments == (0, 0, 0, 0, 2, 4, 6, OPEN, 0)
+    assert mask.arguments_of_q == (0, 0, 2, 4)
     assert _rows(mask) == [(0, 4, 0, 6)] * 2
     assert [mask.sequences().entry(number) for number in range(2)] == [0, 1]
 
 
 def test_used_lengths():
-    mask = _dense(seqused_q=_int(3, 9), seqused_k=_int(0, -2))
+    used = _int(3, 9), _int(0, -2)
+    mask = _dense(seqused_q=used[0], seqused_k=used[1])
     assert _rows(mask) == [(0, 3, 0, 0), (0, 4, 0, 0)]
-    assert mask.lengths.dtype == torch.int32 and mask.arguments[0] == mask.lengths.data_ptr()
+    addresses = [x.data_ptr() for x in used]
+    assert mask.arguments[:4] == (0, 0, *addresses)
+    assert mask.arguments_of_q == (0, addresses[0], 2, 4)
+
+
+def test_kernels_get_the_addresses_of_lengths_as_they_were_given():
+    cu, used = (_int(0, 1, 4), _int(0, 4, 6)), (_int(1, 2), _int(4, 1))
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+    mask = mask_of(*_pair(batch=None), **dict(zip(names, (*cu, *used))))
+    addresses = [x.data_ptr() for x in (*cu, *used)]
+    assert mask.arguments == (*addresses, 2, 4, 6, OPEN, OPEN)
+    assert mask.arguments_of_q == (addresses[0], addresses[2], 2, 4)
+
+
+def test_lengths_that_lie_apart_are_copied():
+    apart, expanded = _int(0, 7, 1, 7, 4)[::2], _int(3).expand(2)
+    mask = mask_of(
+        *_pair(batch=None), cu_seqlens_q=apart, cu_seqlens_k=_int(0, 4, 6), seqused_k=expanded
+    )
+    assert all(x is None or x.is_contiguous() for x in mask.lengths)
+    assert mask.arguments[0] == mask.lengths[0].data_ptr() != apart.data_ptr()
+    assert _rows(mask) == [(0, 1, 0, 3), (1, 3, 4, 2)]
 
 
 def test_packed_sequences():
@@ -287,7 +311,7 @@ def test_lengths_that_fall_are_0_where_nobody_may_look():
 def test_one_cu_seqlens_for_both_sides_has_the_lengths_of_each(rows, most, used_k, wanted):
     cu, used_k = _int(0, 3, 9), used_k and _int(*used_k)
     mask = Mask(OPEN, OPEN, True, 2, *most).with_lengths((cu, cu), (None, used_k), rows)
-    assert mask.lengths.tolist() == wanted
+    assert _rows(mask) == [tuple(row) for row in wanted]
 
 
 def test_a_maximum_is_at_most_the_tensor():

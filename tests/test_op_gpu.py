@@ -143,6 +143,45 @@ def test_a_graph_of_packed_sequences_takes_other_lengths():
         _close(found, wanted)
 
 
+def _int(*values):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_lengths_beyond_a_tensor_or_a_maximum_are_cut(d):
+    """On the GPU: what is cut gives the bits of lengths that need no cut."""
+    tensors = _qkv(heads_kv=4, batch=(), grad=True, d=d)  # 200 and 333 rows
+    beyond = {
+        "cu_seqlens_q": _int(-50, 90, 150, 9999),
+        "cu_seqlens_k": _int(-(2**31), 100, 2**31 - 1, 2**31 - 1),
+        "seqused_q": _int(2**31 - 1, 17, -3),
+        "seqused_k": _int(40, 2**31 - 1, 5),
+        "max_seqlen_q": 64,
+        "max_seqlen_k": 200,
+    }
+    within = {
+        "cu_seqlens_q": _int(0, 90, 150, 200),
+        "cu_seqlens_k": _int(0, 100, 333, 333),
+        "seqused_q": _int(64, 17, 0),
+        "seqused_k": _int(40, 200, 0),
+    }
+    found, wanted = (
+        _gradients(lambda *x: flash_attn_varlen_func(*x, **given, causal=True), tensors)  # noqa: B023
+        for given in (beyond, within)
+    )
+    assert wanted[0][:64].any() and wanted[0][90:107].any() and not wanted[0][150:].any()
+    assert all(torch.equal(found[i], wanted[i]) for i in (0, 2, 3))
+    _close(found, wanted)
+
+
+def test_lengths_that_lie_apart():
+    tensors, rows = _qkv(heads_kv=4, batch=()), _int(0, 7, 90, 7, 200)
+    given = {"cu_seqlens_q": rows[::2], "cu_seqlens_k": _int(0, 30, 333), "causal": True}
+    together = given | {"cu_seqlens_q": _int(0, 90, 200)}
+    found, wanted = (flash_attn_varlen_func(*tensors, **x) for x in (given, together))
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_nothing_that_is_given_is_written(packed, heads_kv):
