@@ -191,6 +191,9 @@ def test_the_arithmetic_of_the_problem():
     assert 2 * 128**3 / B200["tensor"] == 2 * cycles  # S reads two tiles while it works
     assert f"in 16 bits has {tile // 1024} KiB: {cycles:.0f} cycles at 128 bytes a cycle" in TEXT
     assert f"{2 * cycles:.0f} cycles of the port for {2 * cycles:.0f} cycles of work" in TEXT
+    half = tile // 2  # of Q, in a pair
+    shown = f"{(tile + half) // 1024} KiB, {(tile + half) / B200['smem']:.0f} cycles (D)"
+    assert f"reads half of Q: {shown}" in TEXT
     assert f"A KiB takes {1024 / B200['smem']:.0f} cycles" in TEXT
     assert (
         f"at most {one.tensor_ceiling * 100:.0f} % of peak (D: {one.mma:.0f} / {one.smem:.0f})"
