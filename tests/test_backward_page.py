@@ -234,7 +234,7 @@ def test_who_has_what():
     assert one.Q_STAGES == {64: 2, 128: 2} and "as Q has two slots" in TEXT
     assert one.DO_STAGES == {64: 2, 128: 1}
     limit = max(part.DECLARED[128]["slots_per_element"][1] for part in (one, pair))
-    assert "needs fewer than 5.5 issue slots" in TEXT and limit <= 5.5
+    assert "needs fewer than 5.5 [issue slots]" in TEXT and limit <= 5.5
 
 
 @pytest.mark.parametrize("column", range(3))
