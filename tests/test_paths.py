@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flash_ladder
 import pytest
 import torch
 import typer
@@ -47,6 +48,27 @@ def programs(path: Path) -> list[str]:
 
 def test_there_are_three_paths():
     assert [path.stem for path in PATHS] == ["blackwell", "hopper", "no-gpu"]
+
+
+LINK = re.compile(r"^\[([\w-]+)\]: (\S+?)(#\S+)?$", re.M)
+
+
+@pytest.mark.parametrize("number", flash_ladder.built())
+def test_a_stage_page_links_to_the_same_pages_in_the_repository_and_on_the_site(number):
+    """README.md has links as the repository needs them; the site's page, which includes it, defines
+    them again, and the last definition counts."""
+    pages = ROOT / f"stages/{number:02d}/README.md", ROOT / f"docs/stages/{number:02d}/index.md"
+    found = [
+        {
+            name: ((page.parent / path).resolve(), anchor)
+            for name, path, anchor in LINK.findall(text)
+        }
+        for page, text in ((page, page.read_text(encoding="utf-8")) for page in pages)
+    ]
+    assert found[0] == found[1]
+    assert all(path.is_file() for path, _ in found[0].values())
+    used = re.findall(r"\]\[([\w-]+)\]", pages[0].read_text(encoding="utf-8"))
+    assert set(used) == set(found[0])
 
 
 def check_command(words: list[str]) -> None:

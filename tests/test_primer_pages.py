@@ -135,6 +135,7 @@ GROUP = Plan(roles=(Role("A", range(4)),))
 FORWARD, HALF = roofline.forward(), roofline.forward(head_dim=64)
 BACKWARD, PAIR = roofline.backward(), roofline.backward(pair=True)
 PEAK = B200["tensor"] * B200["sms"] * B200["clock"]
+BYTES, FLOP = 2 * 32768**2 * 2, 2 * 2 * 32768**2 * 128  # S of a head out and in; both products
 
 
 def _emulation_cost() -> int:
@@ -145,9 +146,11 @@ def _emulation_cost() -> int:
 
 SAID = {  # page: what it says, made from the code that the numbers come from
     "online-softmax": [
-        f"again takes {2e3 * 32768**2 * 2 / B200['hbm']:.2f} ms on a B200",
-        f"both products {4e3 * 32768**2 * 128 / PEAK:.2f} ms at most speed",
-        f"(D: {B200['hbm'] / 1e12:.1f} TB/s, {PEAK / 1e15:.1f} PFLOP/s)",
+        f"2 · 32 768² · 2 bytes / {B200['hbm'] / 1e12:.1f} TB/s = "
+        f"{1e3 * BYTES / B200['hbm']:.2f} ms (D)",
+        f"2 · 2 · 32 768² · 128 FLOP / {PEAK / 1e15:.2f} PFLOP/s = {1e3 * FLOP / PEAK:.2f} ms (D)",
+        f"(D: {B200['hbm'] / 1e12:.1f} TB/s; {B200['tensor']:.0f} FLOP a cycle · {B200['sms']:.0f} "
+        f"multiprocessors · {B200['clock'] / 1e9:.2f} GHz = {PEAK / 1e15:.2f} PFLOP/s)",
         f"takes {32768**2 * 2 / 2**30:.0f} GiB in 16 bits (D",
         f"89 · log2(e) = {89 * math.log2(math.e):.1f}",
         f"log2(e) = {math.log2(math.e):.4f} (D)",
@@ -189,7 +192,7 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"reads {2 * 128 * 16 * 2} bytes (D",
     ],
     "tensor-memory": [
-        f"{LANES * TMEM_COLUMNS * 4 // 1024} KiB beside the tensor core (D",
+        f"Each SM has {LANES * TMEM_COLUMNS * 4 // 1024} KiB beside the tensor core (D",
         f"(D: {LANES} · {TMEM_COLUMNS} · 4 bytes)",
         f"{LANES} *lanes* by {TMEM_COLUMNS} *columns*",
         f"so {REGIONS['S0'].columns} columns, {REGIONS['S0'].columns * LANES * 4 // 1024} KiB (D)",

@@ -204,6 +204,44 @@ def test_a_ring_of_one_slot_deadlocks(monkeypatch, number):
     assert "LOAD waits for kv_empty" in str(stuck.value)
 
 
+def _page_04() -> str:
+    return " ".join((load(4).folder / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_page_04_lists_events_in_the_order_of_the_model():
+    """Waits of the page's table end in the order of its rows, whatever a row waits for above it."""
+    rows = re.findall(r"\| (\d) \| [^|]+ \| `(\w+)` \| ([^|]+) \|(?= \|| Every)", _page_04())
+    assert [int(number) for number, *_ in rows] == [1, 2, 3, 4, 5, 6]
+    spans = [s for s in _run(4, rows=256, key_tiles=2, head_dim=128).trace if s.engine == "barrier"]
+    seen, ends = {}, {}
+    for number, role, waits in rows:
+        for above, barrier in re.findall(r"(\d) \(`(\w+)`\)", waits):
+            found = [s.end for s in spans if (s.role, s.op) == (role, barrier)]
+            turn = seen[barrier] = seen.get(barrier, -1) + 1
+            first = barrier == "stats_empty0"  # passes at once for the first key tile
+            ends[int(number)] = max(ends.get(int(number), 0), found[turn + first])
+            assert int(above) < int(number)
+    assert list(ends) == [2, 4, 5, 6] and sorted(ends.values()) == list(ends.values())
+
+
+def test_leaving_out_the_first_arrival_at_o_rescaled_deadlocks_as_page_04_says():
+    left_out = []
+
+    def skip(agent, verb, barrier, line):
+        first = (agent, verb, barrier) == ("CORRECTION", "arrive", "o_rescaled0") and not left_out
+        return first and not left_out.append(line)
+
+    with observe(skip=skip), pytest.raises(Deadlock) as stuck:
+        _run(4, rows=256, key_tiles=2, head_dim=128)
+    page, circle = _page_04(), (("o_rescaled0", "CORRECTION"), ("stats_full0", "SOFTMAX0"))
+    waiting = "MMA"
+    for barrier, comes in (*circle, ("s_full0", "MMA")):
+        named = rf"{waiting} waits for {barrier} \([^)]*: {comes} \d+ to come\)"
+        assert re.search(named, str(stuck.value)), named
+        assert f"`{waiting}` waits for `{barrier}`, to which `{comes}` has to come" in page
+        waiting = comes
+
+
 # ---- the page ------------------------------------------------------------------------------
 
 
