@@ -10,7 +10,6 @@
     ".fl-diff .highlight": "changed lines",
     ".fl-code > .highlight": "source",
     ".fl-api .highlight": "signature",
-    ".fl-command pre": "help of a command",
     ".md-typeset__scrollwrap": "table",
   };
 
