@@ -681,7 +681,7 @@ def interactive(source, language, css_class, options, md, **kwargs) -> str:
 def _marked_table(caption: str, headings, rows, kind: str, source: str) -> str:
     """An HTML table of texts, with the mark of its numbers behind the caption."""
     cells = [[html.escape(cell) for cell in row] for row in rows]
-    marked = f"{html.escape(caption)} {mark(kind, source)}"
+    marked = f"{html.escape(caption)}&nbsp;{mark(kind, source)}"
     return html_table([html.escape(heading) for heading in headings], cells, marked)
 
 

@@ -2,7 +2,8 @@
 """A headless Chromium, driven over its DevTools protocol, and a server for a built site.
 
 Only what the tests of the site need: visit a page, collect what it complains about and loads, run
-JavaScript in it, press keys, take a picture. Needs websocket-client and a Chromium of the system. Runs: host.
+JavaScript in it, press keys, take a picture. Needs websocket-client and a Chromium of the system.
+Runs: host.
 """
 
 import base64

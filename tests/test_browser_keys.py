@@ -4,6 +4,8 @@
 Real key events, in the browser of tests/browser.py; no test here clicks.
 """
 
+import time
+
 import pytest
 from flash_ladder.common.primers import INTERACTIVE
 
@@ -109,6 +111,7 @@ def test_tab_reaches_each_control_by_name_and_shows_it(tab, part, scheme):
 def test_arrow_keys_move_the_softmax(tab):
     start(tab, "online-softmax")
     reach(tab, "tiles that have come")
+    height = tab.run("scrollY")
     tab.press("ArrowRight", "ArrowRight")
     assert status(tab).startswith("Tile 2 of 6: no score exceeds m.")
     assert step(tab) == ["2", "6", "step 2 of 6: 24 scores, 2 tiles have come"]
@@ -123,6 +126,8 @@ def test_arrow_keys_move_the_softmax(tab):
         tab.press(key)
         assert status(tab).startswith(words), key
         assert tab.focused()[1] == "tiles that have come"
+    time.sleep(0.5)  # the page would have scrolled to its end or its start by now
+    assert tab.run("scrollY") == height > 0
 
 
 def test_controls_of_the_softmax_take_keys(tab):

@@ -70,14 +70,13 @@ def more() -> list[tuple]:
     ]
     rows = [
         [
-            name,
-            machine,
+            f"{name}, {machine}",
             *(f"{row.cycles[key]:.0f}" for key in RESOURCES),
             f"{row.tflops:.0f}",
         ]
         for name, machine, row in found
     ]
-    headings = ("kernel", "machine", *RESOURCES.values(), "TFLOP/s at most")
+    headings = ("kernel, machine", *RESOURCES.values(), "TFLOP/s at most")
     return [("cycles of one CTA for its first tile, head dim 128", headings, rows)]
 
 

@@ -118,9 +118,7 @@ def more() -> list[tuple]:
         [str(tile + 1), *(scores(row, tile) for row in ROWS.values())]
         for tile in range(len(_USUAL) // KEYS)
     ]
-    counts = [
-        [f"rescaled, threshold {limit:g}", *rescaled(limit)] for limit in (0, threshold())
-    ]
+    counts = [[f"rescaled, threshold {limit:g}", *rescaled(limit)] for limit in (0, threshold())]
     return [("scores of the rows, in log2 units", ("tile", *ROWS), tiles + counts)]
 
 

@@ -86,7 +86,7 @@ const flWidget = {
 
   // Changes the words of a table's caption and leaves the mark behind them.
   setCaption(table, words) {
-    table.caption.firstChild.data = `${words} `;
+    table.caption.firstChild.data = `${words}\u00a0`;
   },
 
   // Calls start(root, settings) if the page has an element #fl-NAME; what is for readers without
