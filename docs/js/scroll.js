@@ -35,9 +35,7 @@
   window.addEventListener("load", () => {
     for (const [selector, kind] of Object.entries(KINDS)) {
       for (const part of document.querySelectorAll(selector)) {
-        const observer = new ResizeObserver(() => update(part, kind));
-        observer.observe(part);
-        for (const child of part.children) observer.observe(child);
+        new ResizeObserver(() => update(part, kind)).observe(part);
       }
     }
   });
