@@ -615,6 +615,9 @@ def figure(source, language, css_class, options, md, **kwargs) -> str:
 # --- drawing and interactive --------------------------------------------------------------------
 
 
+STATIC = "Without JavaScript nothing moves here. The tables show the same."
+
+
 def _described(fence: str, source: str, options: dict[str, str], known: dict) -> tuple:
     """(what the fence names, its body as one line): both must be there."""
     name = options["name"]
@@ -661,15 +664,25 @@ def _of_plan(shown, options: dict[str, str]) -> tuple:
 def interactive(source, language, css_class, options, md, **kwargs) -> str:
     """Fence `interactive name=`: a table that docs/js/NAME.js brings to life; its body says how."""
     shown, description = _described("interactive", source, options, INTERACTIVE)
-    caption = f"{html.escape(shown.caption)} {mark('D', shown.source)}"
-    rows = [[html.escape(cell) for cell in row] for row in shown.rows()]
-    table = html_table([html.escape(heading) for heading in shown.headings], rows, caption)
+    table, *more = (
+        _marked_table(*part, "D", shown.source)
+        for part in ((shown.caption, shown.headings, shown.rows()), *shown.more())
+    )
+    static = "\n".join([f"<p>{STATIC}</p>", *more])
     settings = html.escape(json.dumps(shown.settings()))
     label = html.escape(description)
     return (
         f'<div class="fl-interactive" id="fl-{options["name"]}" role="group" '
-        f'aria-label="{label}" data-settings="{settings}">\n{table}\n</div>'
+        f'aria-label="{label}" data-settings="{settings}">\n{table}\n'
+        f'<div class="fl-static">\n{static}\n</div>\n</div>'
     )
+
+
+def _marked_table(caption: str, headings, rows, kind: str, source: str) -> str:
+    """An HTML table of texts, with the mark of its numbers behind the caption."""
+    cells = [[html.escape(cell) for cell in row] for row in rows]
+    marked = f"{html.escape(caption)}&nbsp;{mark(kind, source)}"
+    return html_table([html.escape(heading) for heading in headings], cells, marked)
 
 
 # --- study --------------------------------------------------------------------------------------
@@ -681,9 +694,7 @@ def study(source, language, css_class, options, md, **kwargs) -> str:
     if name not in STUDIES:
         raise FenceError(f'fence study: no name="{name}"; there are {", ".join(STUDIES)}')
     shown = STUDIES[name]
-    rows = [[html.escape(cell) for cell in row] for row in shown.rows()]
-    caption = f"{html.escape(shown.caption)} {mark(shown.mark, shown.source())}"
-    table = html_table([html.escape(heading) for heading in shown.headings], rows, caption)
+    table = _marked_table(shown.caption, shown.headings, shown.rows(), shown.mark, shown.source())
     return f'<div class="fl-study">\n{table}\n</div>'
 
 

@@ -2,13 +2,15 @@
 """A headless Chromium, driven over its DevTools protocol, and a server for a built site.
 
 Only what the tests of the site need: visit a page, collect what it complains about and loads, run
-JavaScript in it, take a picture. Needs websocket-client and a Chromium of the system. Runs: host.
+JavaScript in it, press keys, take a picture. Needs websocket-client and a Chromium of the system.
+Runs: host.
 """
 
 import base64
 import contextlib
 import functools
 import http.server
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -35,11 +37,32 @@ FLAGS = (
 TIMEOUT = 20.0  # seconds for the browser to start, to answer, or to load a page
 QUIET = 0.25  # seconds without a request after which a page counts as loaded
 MAX_HEIGHT = 5000  # pixels of a picture
+DESKTOP, PHONE = (1440, 900), (390, 844)  # sizes of a window, in pixels
+KEYS = {  # name: (number of the key, what it types)
+    "Tab": (9, ""),
+    "Enter": (13, "\r"),
+    " ": (32, " "),
+    "End": (35, ""),
+    "Home": (36, ""),
+    "ArrowLeft": (37, ""),
+    "ArrowUp": (38, ""),
+    "ArrowRight": (39, ""),
+    "ArrowDown": (40, ""),
+}
 
 
 def executable() -> str | None:
     """Path of a Chromium of this system; None where there is none."""
     return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def lacking() -> str:
+    """What this machine needs for a browser and does not have, in words; empty if nothing."""
+    there = {
+        "a Chromium": executable(),
+        "the package websocket-client": importlib.util.find_spec("websocket"),
+    }
+    return ", ".join(what for what, found in there.items() if not found)
 
 
 class Browser:
@@ -122,6 +145,26 @@ class Browser:
     def wait_for(self, expression: str) -> None:
         """Wait until a JavaScript expression is true."""
         self.wait(lambda: self.run(expression), expression)
+
+    def press(self, *keys: str) -> None:
+        """Press and release keys of KEYS one after the other, as a keyboard does."""
+        for key in keys:
+            number, text = KEYS[key]
+            event = {"key": key, "code": key.strip() or "Space", "windowsVirtualKeyCode": number}
+            down = {"type": "keyDown", "text": text} if text else {"type": "rawKeyDown"}
+            self.send("Input.dispatchKeyEvent", **event, **down)
+            self.send("Input.dispatchKeyEvent", **event, type="keyUp")
+
+    def focused(self) -> tuple[str, str]:
+        """(role, name) of the element that has the focus, as assistive means are told them."""
+        node = self.send("Runtime.evaluate", expression="document.activeElement")["result"]
+        chosen = {"objectId": node["objectId"], "fetchRelatives": False}
+        told = self.send("Accessibility.getPartialAXTree", **chosen)["nodes"][0]
+        return tuple(told.get(key, {}).get("value", "") for key in ("role", "name"))
+
+    def scripts(self, on: bool) -> None:
+        """Whether pages that are visited from now on may run their scripts; `run` always may."""
+        self.send("Emulation.setScriptExecutionDisabled", value=not on)
 
     def picture(self, path: Path) -> None:
         """Write the page as PNG, from its top down to MAX_HEIGHT."""

@@ -12,6 +12,8 @@ from flash_ladder import load
 from flash_ladder.common import cli, contract, site
 from typer.testing import CliRunner
 
+from tests import browser
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -44,6 +46,15 @@ def built_site(tmp_path_factory):
         return folders[builder]
 
     return built
+
+
+@pytest.fixture(scope="module")
+def tab(built_site):
+    """A browser on the site as MkDocs builds it; skips where there is none."""
+    if browser.lacking():
+        pytest.skip(f"not installed: {browser.lacking()}")
+    with browser.opened(built_site("mkdocs")) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@
 Pictures of all pages go to screenshots/, to be looked at. Skipped where no Chromium is installed.
 """
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from tests import browser
+from tests.browser import DESKTOP, PHONE
 
 pytest.importorskip("yaml", reason="the documentation extra is not installed")
 
@@ -18,17 +18,9 @@ from flash_ladder.common.site_checks import nav_pages
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "screenshots"
 PAGES = [page.removesuffix(".md").removesuffix("index") for page in nav_pages(ROOT / "mkdocs.yml")]
-DESKTOP, PHONE = (1440, 900), (390, 844)
 SCHEMES = {"light": "default", "dark": "slate"}
-LACKING = [
-    what
-    for what, there in {
-        "a Chromium": browser.executable(),
-        "the package websocket-client": importlib.util.find_spec("websocket"),
-    }.items()
-    if not there
-]
-pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"not installed: {', '.join(LACKING)}")
+LACKING = browser.lacking()
+pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"not installed: {LACKING}")
 WIDE = """
 (() => {
   const limit = document.documentElement.clientWidth;
@@ -40,13 +32,6 @@ WIDE = """
   return wide.slice(0, 5).map((node) => node.outerHTML.slice(0, 120)).concat("the page is wider");
 })()
 """  # what makes a page wider than the window
-
-
-@pytest.fixture(scope="module")
-def tab(built_site):
-    """A browser on the site as MkDocs builds it."""
-    with browser.opened(built_site("mkdocs")) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

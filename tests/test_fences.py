@@ -609,8 +609,14 @@ def test_an_interactive_part_is_a_table_with_settings(name):
     assert f'id="fl-{name}" role="group" aria-label="how to use it"' in page
     settings = json.loads(html.unescape(re.search(r'data-settings="([^"]*)"', page).group(1)))
     assert settings == json.loads(json.dumps(fences.INTERACTIVE[name].settings()))
-    shown = [row for row in re.findall(r"<tr>(.*?)</tr>", page) if "<td>" in row]
-    assert len(shown) == len(fences.INTERACTIVE[name].rows())
+    tables = page.split('<div class="fl-static">')
+    more = fences.INTERACTIVE[name].more()
+    wanted = [fences.INTERACTIVE[name].rows(), [row for _, _, rows in more for row in rows]]
+    for part, rows in zip(tables, wanted, strict=True):
+        assert part.count("<tr><td>") == len(rows)
+        assert all(f"<td>{html.escape(cell)}</td>" in part for row in rows for cell in row)
+    assert [html.escape(caption) in tables[1] for caption, _, _ in more] == [True] * len(more)
+    assert tables[1].count(">D</abbr></caption>") == len(more)
 
 
 @pytest.mark.parametrize("kind", ["drawing", "interactive"])

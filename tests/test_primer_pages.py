@@ -33,7 +33,7 @@ PAGES = ROOT / "docs" / "primers"
 CLICKS = {  # part: what a reader does, and what the page then says
     "online-softmax": (
         "press('Next tile'); press('Next tile'); press('All tiles');",
-        ["Tile 6: ", "Rescaled so far: 1.", "difference "],
+        ["Tile 6 of 6: ", "Rescaled so far: 1.", "difference "],
     ),
     "ceilings": (
         "choose(0, 'backward, pair'); choose(1, 'B300'); slide(0, 256);",

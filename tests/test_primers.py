@@ -170,6 +170,19 @@ def test_each_planted_bug_does_what_is_said_of_it():
         assert hazard == "" and "fault" not in results
 
 
+@needs_node
+@pytest.mark.parametrize("bug", ring.BUGS)
+def test_who_is_next_in_turn(bug):
+    """Without a bug a tile takes six steps; what the arrow keys do is what the table shows."""
+    settings = json.loads(json.dumps(ring.settings()))
+    ours = [role for role, _ in ring.in_turn(24, bug)]
+    assert script("mbarrier", [["turns", settings, bug, 24]]) == [ours]
+    tile = ["LOAD"] * 2 + ["copy engine"] * 2 + ["MMA"] * 2
+    steps = {"no bug": 4, "LOAD starts with parity 0": 0, "MMA does not arrive at empty": 2}
+    if bug in steps:
+        assert ours == tile * steps[bug]
+
+
 def test_ring_refuses_an_unknown_bug():
     with pytest.raises(ValueError, match="bug 'x' is unknown; allowed: no bug"):
         ring.Ring("x")

@@ -31,11 +31,15 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Interactive:
-    """`settings` is what the script is given; `headings` and `rows` make the static table."""
+    """`settings` is what the script is given; `headings` and `rows` make the static table.
+
+    more: tables that only a reader without scripts sees, each (caption, headings, rows).
+    """
 
     settings: Callable[[], dict]
     headings: tuple[str, ...]
     rows: Callable[[], list[list[str]]]
+    more: Callable[[], list[tuple]]
     caption: str
     source: str
 
@@ -103,6 +107,7 @@ INTERACTIVE = {
         softmax.settings,
         softmax.HEADINGS,
         softmax.rows,
+        softmax.more,
         "one row of scores, state after each tile, threshold 8",
         "float64, the recurrence of this page",
     ),
@@ -110,6 +115,7 @@ INTERACTIVE = {
         ceilings.settings,
         ceilings.HEADINGS,
         ceilings.rows,
+        ceilings.more,
         "forward, 128 queries, 128 keys, head dim 128, on a B200",
         "common/roofline.py: the paper's Eq. 1-3 and 7-10",
     ),
@@ -117,6 +123,7 @@ INTERACTIVE = {
         ring.settings,
         ring.HEADINGS,
         ring.rows,
+        ring.more,
         "a fresh ring of two slots",
         "mbarriers of the SM model, common/model/barrier.py",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..model.machine import B200, H200, MACHINES
 from ..plan import MAX_SMEM_BYTES, REGISTERS_PER_SM
-from ..roofline import DSMEM_PASSES, HEAD_DIMS, MULTIPLE, PIECE, RESOURCES, forward
+from ..roofline import DSMEM_PASSES, HEAD_DIMS, MULTIPLE, PIECE, RESOURCES, backward, forward
 from .svg import Board
 
 FIGURES = ("clock", "sms", "tensor", "smem", "mufu")  # what the formulas take of a machine
@@ -54,6 +54,30 @@ def rows() -> list[list[str]]:
         [name, f"{row.cycles[key]:.0f}", f"{row.ceilings[key]:.0f}"]
         for key, name in RESOURCES.items()
     ]
+
+
+def more() -> list[tuple]:
+    """A table for readers without scripts: the first tile of each kernel on each machine."""
+    kernels = {
+        f"{name}{', pair' * pair}": (formula, pair)
+        for name, formula in (("forward", forward), ("backward", backward))
+        for pair in (False, True)
+    }
+    found = [
+        (name, machine, formula(pair=pair, machine=MACHINES[machine]))
+        for name, (formula, pair) in kernels.items()
+        for machine in machines()
+    ]
+    rows = [
+        [
+            f"{name}, {machine}",
+            *(f"{row.cycles[key]:.0f}" for key in RESOURCES),
+            f"{row.tflops:.0f}",
+        ]
+        for name, machine, row in found
+    ]
+    headings = ("kernel, machine", *RESOURCES.values(), "TFLOP/s at most")
+    return [("cycles of one CTA for its first tile, head dim 128", headings, rows)]
 
 
 def draw_sm() -> Board:

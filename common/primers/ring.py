@@ -124,20 +124,46 @@ def rows() -> list[list[str]]:
     ]
 
 
+def in_turn(count: int, bug: str = "no bug", slots: int = SLOTS):
+    """Yields (role, ring after its step) for at most `count` steps, until nobody can take one.
+
+    MMA steps if it can, else the copy engine, else LOAD; a step that is blocked changes nothing.
+    """
+    ring = Ring(bug, slots)
+    for _ in range(count):
+        role = next((role for role in reversed(ROLES) if ring.act(role) != "blocked"), None)
+        if role is None:
+            return
+        yield role, ring
+
+
+def more() -> list[tuple]:
+    """Tables for readers without scripts: two tiles in turn, and what each bug does."""
+    steps = [
+        [role, *(f"{b.phase}, {b.pending}, {b.tx_bytes}" for b in ring.barriers)]
+        for role, ring in in_turn(_SHOWN)
+    ]
+    names = [barrier.name for barrier in Ring().barriers]
+    caption = "two tiles, step by step: phase, arrivals and bytes to come"
+    bugs = [[bug, told] for bug, told in BUGS.items() if told]
+    return [
+        (caption, ("step of", *names), steps),
+        ("what a bug does", ("bug", "what happens"), bugs),
+    ]
+
+
 STEP = 24  # width of a step in the drawing
-_SHOWN = ("LOAD", "LOAD", "copy engine", "copy engine", "MMA", "MMA") * 2
+_SHOWN = 12  # steps, which two tiles take
 _LABELS = {"LOAD": ("wait", "arr."), "copy engine": ("½", "½"), "MMA": ("wait", "arr.")}
 
 
 def draw() -> Board:
     """Two tiles through a ring of one slot: who acts, and the phases of full and empty."""
-    board, ring = Board(176), Ring(slots=1)
-    phases = []
-    for number, role in enumerate(_SHOWN):
+    board, phases = Board(176), []
+    for number, (role, ring) in enumerate(in_turn(_SHOWN, slots=1)):
         y = 8 + 30 * ROLES.index(role)
         label = _LABELS[role][number % 2]
         board.box(68 + STEP * number, y, STEP, 22, "exp" if label == "wait" else "mma", label, True)
-        assert ring.act(role) == "done"
         phases.append((ring.full[0].phase, ring.empty[0].phase))
     for number, role in enumerate(ROLES):
         board.text(4, 23 + 30 * number, role)

@@ -104,6 +104,24 @@ def rows() -> list[list[str]]:
     ]
 
 
+def more() -> list[tuple]:
+    """A table for readers without scripts: the scores of all rows, and how often they rescale."""
+
+    def rescaled(limit: float) -> list[str]:
+        states = (run(row, VALUES, limit)[1:] for row in ROWS.values())
+        return [str(sum(state.alpha != 1 for state in row)) for row in states]
+
+    def scores(row: Sequence[float], tile: int) -> str:
+        return ", ".join(f"{score:g}" for score in row[tile * KEYS : (tile + 1) * KEYS])
+
+    tiles = [
+        [str(tile + 1), *(scores(row, tile) for row in ROWS.values())]
+        for tile in range(len(_USUAL) // KEYS)
+    ]
+    counts = [[f"rescaled, threshold {limit:g}", *rescaled(limit)] for limit in (0, threshold())]
+    return [("scores of the rows, in log2 units", ("tile", *ROWS), tiles + counts)]
+
+
 def draw() -> Board:
     """Tiles of scores over the states they lead to."""
     board = Board(168)

@@ -79,20 +79,24 @@
     return shape("svg", attributes, ...parts);
   }
 
-  function sentence({ bound, tensorCeiling, tflops, parts }) {
+  function sentence({ bound, tensorCeiling, tflops }) {
     const names = bound.map((name) => NAMES[name]).join(" and ");
     const share = Math.round(100 * tensorCeiling);
     const lowest = Math.round(Math.min(...Object.values(tflops)));
-    const port = parts.map(([name, size]) => `${name} ${Math.round(size)}`).join(", ");
     return `Bound by ${names}. The tensor core can be busy ${share} % of the time at most: ` +
-      `${lowest} TFLOP/s (derived, no time on a GPU). Shared memory: ${port}.`;
+      `${lowest} TFLOP/s (derived, no time on a GPU).`;
+  }
+
+  function ofThePort(parts) {
+    const port = parts.map(([name, size]) => `${name} ${Math.round(size)}`).join(", ");
+    return `Cycles of shared memory: ${port}.`;
   }
 
   function start(root, settings) {
     const { element, slider, choice } = flWidget;
     const { piece, multiple, maxTile } = settings;
     const table = root.querySelector("table");
-    const [drawn, said] = [element("div"), element("output", { "aria-live": "polite" })];
+    const [drawn, said, detail] = [element("div"), flWidget.status(), element("p")];
     const [tileRow, rateRow] = [0, 1].map(() => element("div", { class: "fl-controls" }));
     const first = Object.keys(settings.machines)[0];
     const now = { kernel: "forward", machine: { ...settings.machines[first] } };
@@ -102,6 +106,7 @@
       const found = ceilings(now.machine, now.tile, how);
       drawn.replaceChildren(bars(found.cycles));
       said.textContent = sentence(found);
+      detail.textContent = ofThePort(found.parts);
       flWidget.fillTable(table, Object.keys(NAMES).map((name) => [
         NAMES[name], String(Math.round(found.cycles[name])), String(Math.round(found.tflops[name])),
       ]));
@@ -144,7 +149,7 @@
       element("div", { class: "fl-controls" },
         choice("kernel", Object.keys(KERNELS), newKernel),
         choice("machine", Object.keys(settings.machines), newMachine)),
-      tileRow, rateRow, drawn, said,
+      tileRow, rateRow, drawn, said, detail,
     );
     newKernel(now.kernel);
     newMachine(first);

@@ -115,22 +115,42 @@
     return { result: "fault", words: ring.fault };
   }
 
+  // Who steps next in turn: MMA if it can, else the copy engine, else LOAD; undefined if nobody can.
+  function inTurn(ring, settings) {
+    const can = (role) => act(structuredClone(ring), role, settings).result !== "blocked";
+    return [...settings.roles].reverse().find(can);
+  }
+
+  // The roles of the first `count` steps in turn, as far as anybody can take one.
+  function turns(settings, bug, count) {
+    const [ring, taken] = [begin(settings, bug), []];
+    while (taken.length < count) {
+      const role = inTurn(ring, settings);
+      if (role === undefined) break;
+      act(ring, role, settings);
+      taken.push(role);
+    }
+    return taken;
+  }
+
   // Results and barriers after each step of a list of roles.
   function replay(settings, bug, roles) {
     const ring = begin(settings, bug);
     return roles.map((role) => {
       const { result } = act(ring, role, settings);
       const numbers = ({ phase, pending, tx }) => [phase, pending, tx];
-      return { result, hazard: ring.hazard, barriers: [...ring.full, ...ring.empty].map(numbers) };
+      return { result, hazard: ring.hazard, barriers: all(ring).map(numbers) };
     });
   }
+
+  const all = (ring) => [...ring.full, ...ring.empty];
 
   const row = (barrier) => [
     barrier.name, ...[barrier.phase, barrier.pending, barrier.tx].map(String),
     ...[0, 1].map((parity) => (passes(barrier, parity) ? "passes" : "waits")),
   ];
 
-  if (typeof module !== "undefined") module.exports = { replay };
+  if (typeof module !== "undefined") module.exports = { replay, turns };
   if (typeof document === "undefined") return;
 
   const HAZARDS = {
@@ -165,46 +185,83 @@
     return shape("svg", attributes, ...shapes);
   }
 
+  // What a step of `role` did, in words; before: the phases of the barriers before it.
+  function sentence(ring, role, { result, words }, before) {
+    const ended = all(ring).filter((barrier, i) => barrier.phase !== before[i]);
+    const over = ({ name, phase }) => ` Phase ${phase - 1} of ${name} ends.`;
+    const what = result === "blocked" ? blockedAt(ring, role) : words;
+    const said = result === "fault" ? `Fault, ${what}. Restart` : `${role} ${what}`;
+    return `${said}.${ended.map(over).join("")} ${HAZARDS[ring.hazard] ?? ""}`.trim();
+  }
+
+  // The ring before each step and after the last, with words; `at` is the one that is shown.
+  class Steps {
+    constructor(settings, bug) {
+      const planted = settings.bugs[bug] ? ` Planted: ${settings.bugs[bug]}.` : "";
+      const words = `A fresh ring: no phase is over, and a wait for parity 1 passes.${planted}`;
+      [this.settings, this.at] = [settings, 0];
+      this.rings = [{ ring: begin(settings, bug), words }];
+    }
+
+    // A step of `role` from the ring that is shown, which forgets those behind it; its words.
+    take(role) {
+      const { ring: earlier } = this.rings[this.at];
+      const ring = structuredClone(earlier);
+      const before = all(ring).map((barrier) => barrier.phase);
+      const done = act(ring, role, this.settings);
+      const words = sentence(ring, role, done, before);
+      if (done.result === "blocked" || earlier.fault) return words;
+      this.rings.splice(this.at + 1, Infinity, { ring, words });
+      return this.move(1);
+    }
+
+    // Forward in turn where no step lies ahead.
+    move(steps) {
+      const last = this.rings.length - 1;
+      if (steps === 1 && this.at === last) {
+        const role = inTurn(this.rings[last].ring, this.settings);
+        return role === undefined ? "Nobody can take a step: all wait." : this.take(role);
+      }
+      this.at = Math.min(Math.max(this.at + steps, 0), last);
+      const { words } = this.rings[this.at];
+      return this.at ? `Step ${this.at}: ${words}` : words;
+    }
+  }
+
   function start(root, settings) {
     const { element, button, choice } = flWidget;
     const table = root.querySelector("table");
-    const [drawn, told] = [element("div"), element("output", { "aria-live": "polite" })];
-    let ring = begin(settings, "no bug");
-    const buttons = settings.roles.map((role) => button(role, () => stepBy(role)));
-    const all = () => [...ring.full, ...ring.empty];
+    const told = flWidget.status();
+    let [bug, steps] = ["no bug", null];
+    const drawn = flWidget.figure("steps taken", (count) => update(steps.move(count)));
 
     function update(words) {
-      drawn.replaceChildren(picture(ring, settings));
+      const { ring } = steps.rings[steps.at];
+      flWidget.showStep(drawn, picture(ring, settings), steps.at, steps.rings.length - 1);
       told.textContent = words;
-      flWidget.fillTable(table, all().map(row));
+      flWidget.fillTable(table, all(ring).map(row));
       flWidget.setCaption(table, "the barriers now");
     }
 
-    function stepBy(role) {
-      const before = all().map((barrier) => barrier.phase);
-      const { result, words } = act(ring, role, settings);
-      const ended = all().filter((barrier, i) => barrier.phase !== before[i]);
-      const over = ({ name, phase }) => ` Phase ${phase - 1} of ${name} ends.`;
-      const done = ended.map(over).join("");
-      const what = result === "blocked" ? blockedAt(ring, role) : words;
-      const said = result === "fault" ? `Fault, ${what}. Restart` : `${role} ${what}`;
-      update(`${said}.${done} ${HAZARDS[ring.hazard] ?? ""}`);
+    function restart(chosen) {
+      [bug, steps] = [chosen, new Steps(settings, chosen)];
+      update(steps.move(0));
     }
 
-    function restart(bug) {
-      ring = begin(settings, bug);
-      const planted = settings.bugs[bug] ? `Planted: ${settings.bugs[bug]}.` : "";
-      update(`A fresh ring: no phase is over, and a wait for parity 1 passes. ${planted}`);
-    }
-
+    const next = (role) => {
+      const made = button(role, () => update(steps.take(role)));
+      return flWidget.fill(made, { "aria-label": `next step of ${role}` }, []);
+    };
     root.prepend(
       element("div", { class: "fl-controls" },
         choice("bug", Object.keys(settings.bugs), restart),
-        button("Restart", () => restart(ring.bug))),
-      element("div", { class: "fl-controls" }, "next step of", ...buttons),
+        button("Next in turn", () => update(steps.move(1))),
+        button("Back", () => update(steps.move(-1))),
+        button("Restart", () => restart(bug))),
+      element("div", { class: "fl-controls" }, "next step of", ...settings.roles.map(next)),
       drawn, told,
     );
-    restart(ring.bug);
+    restart(bug);
   }
 
   flWidget.mount("mbarrier", start);

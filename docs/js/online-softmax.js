@@ -77,19 +77,20 @@
 
   // What the last tile did, in words.
   function sentence(tiles, states, threshold) {
+    const tile = `Tile ${tiles} of ${states.length}`;
     if (!tiles) return "Nothing has come yet: m = −∞, l = 0, O = 0.";
     const [now, before] = [states[tiles - 1], states[tiles - 2]];
-    if (!before) return `Tile 1: m is its largest score, ${show(now.m)}. Nothing to rescale yet.`;
+    if (!before) return `${tile}: m is its largest score, ${show(now.m)}. Nothing to rescale yet.`;
     const above = show(now.top - before.m);
     if (now.alpha === 1 && now.top <= before.m) {
-      return `Tile ${tiles}: no score exceeds m. m stays, α = 1.`;
+      return `${tile}: no score exceeds m. m stays, α = 1.`;
     }
     if (now.alpha === 1) {
       const near = `lies ${above} above m, not more than ${threshold}`;
-      return `Tile ${tiles}: the largest score so far ${near}. m stays, α = 1.`;
+      return `${tile}: the largest score so far ${near}. m stays, α = 1.`;
     }
     const shrink = `l and O shrink by α = 2^−${above}`;
-    return `Tile ${tiles}: a score lies ${above} above m. m moves, and ${shrink}.`;
+    return `${tile}: a score lies ${above} above m. m moves, and ${shrink}.`;
   }
 
   function ending(scores, values, states) {
@@ -104,9 +105,10 @@
     const { element, button, slider, choice } = flWidget;
     const now = { row: Object.keys(settings.rows)[0], tiles: 0, threshold: settings.threshold };
     const table = root.querySelector("table");
-    const [drawn, said] = [element("div"), element("output", { "aria-live": "polite" })];
     const count = () => settings.values.length / settings.keys;
     const go = (tiles) => { now.tiles = Math.min(Math.max(tiles, 0), count()); update(); };
+    const drawn = flWidget.figure("tiles that have come", (steps) => go(now.tiles + steps));
+    const said = flWidget.status();
     const buttons = [
       button("Next tile", () => go(now.tiles + 1)),
       button("Back", () => go(now.tiles - 1)),
@@ -117,7 +119,8 @@
       const scores = settings.rows[now.row];
       const states = run(scores, settings.values, settings.keys, now.threshold);
       const come = states.slice(0, now.tiles);
-      drawn.replaceChildren(picture(scores, settings.keys, now.tiles, states));
+      const shown = picture(scores, settings.keys, now.tiles, states);
+      flWidget.showStep(drawn, shown, now.tiles, count());
       const done = now.tiles === count() ? ending(scores, settings.values, states) : "";
       const what = sentence(now.tiles, states, now.threshold);
       said.textContent = `${what} Rescaled so far: ${rescales(come)}.${done}`;

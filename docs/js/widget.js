@@ -24,9 +24,9 @@ const flWidget = {
     return node;
   },
 
-  // A slider with its label and value; tells `changed` the number.
+  // A slider with its label and value; tells `changed` the number. Its name is the label alone.
   slider(label, { min, max, step, value }, changed) {
-    const shown = flWidget.element("b", {}, String(value));
+    const shown = flWidget.element("b", { "aria-hidden": "true" }, String(value));
     const input = flWidget.element("input", {
       type: "range", min, max, step, value,
       oninput: () => {
@@ -50,6 +50,33 @@ const flWidget = {
     return flWidget.element("button", { type: "button", onclick }, text);
   },
 
+  // The text that a screen reader says when it changes, wherever the focus is.
+  status() {
+    return flWidget.element("output", { "aria-live": "polite" });
+  },
+
+  // A figure that arrow keys move: tells `go` by how many steps, −∞ for the first, ∞ for the last.
+  // A slider for assistive means, which leave the arrow keys to it.
+  figure(label, go) {
+    const steps = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
+    return flWidget.element("div", {
+      class: "fl-figure", role: "slider", tabindex: 0, "aria-label": label, "aria-valuemin": 0,
+      title: "Keys: ← and → step, Home and End go to the first and the last step",
+      onkeydown: (event) => {
+        if (!(event.key in steps) || event.altKey || event.ctrlKey || event.metaKey) return;
+        event.preventDefault();
+        go(steps[event.key]);
+      },
+    });
+  },
+
+  // Draws into such a figure and says at which step it stands, of how many.
+  showStep(figure, picture, step, last) {
+    const words = `step ${step} of ${last}: ${picture.getAttribute("aria-label")}`;
+    const values = { "aria-valuenow": step, "aria-valuemax": last, "aria-valuetext": words };
+    flWidget.fill(figure, values, []).replaceChildren(picture);
+  },
+
   // Replaces the rows of a table's body by `rows`, arrays of texts.
   fillTable(table, rows) {
     const cells = (row) => row.map((cell) => flWidget.element("td", {}, cell));
@@ -59,12 +86,15 @@ const flWidget = {
 
   // Changes the words of a table's caption and leaves the mark behind them.
   setCaption(table, words) {
-    table.caption.firstChild.data = `${words} `;
+    table.caption.firstChild.data = `${words}\u00a0`;
   },
 
-  // Calls start(root, settings) if the page has an element #fl-NAME.
+  // Calls start(root, settings) if the page has an element #fl-NAME; what is for readers without
+  // scripts goes.
   mount(name, start) {
     const root = document.getElementById(`fl-${name}`);
-    if (root) start(root, JSON.parse(root.dataset.settings));
+    if (!root) return;
+    root.querySelector(".fl-static").remove();
+    start(root, JSON.parse(root.dataset.settings));
   },
 };
