@@ -136,10 +136,9 @@ class Workspace:
         wanted += ((keys, dtype), (keys, dtype))
         made = cls(*(make(shape, dtype=kind, device=saved.q.device) for shape, kind in wanted))
         if mask and (mask.lengths is not None or mask.sees_nothing):
-            made.dq.zero_()
-        if mask and not mask.all_keys_written:
-            made.dk.zero_()
-            made.dv.zero_()
+            torch._foreach_zero_([made.dq, made.dk, made.dv])  # one launch
+        elif mask and not mask.all_keys_written:
+            torch._foreach_zero_([made.dk, made.dv])
         return made
 
 

@@ -96,6 +96,15 @@ def kernel_for(
     stage: KernelSource, problem: Problem, device: torch.device
 ) -> CompiledKernel | HopperKernel:
     """The kernel for this problem on this device; ValueError when it cannot run there."""
+    mode, log = current_execution()
+    key = (stage.tag, mode, log, problem.dtype, problem.head_dim, device.index)
+    if key not in _KERNELS:
+        _KERNELS[key] = _find_kernel(stage, problem, device)
+    return _KERNELS[key]
+
+
+def _find_kernel(stage: KernelSource, problem: Problem, device: torch.device):
+    """Compile, or read from disk; milliseconds at best, so `kernel_for` keeps the result."""
     possible = modes(stage, device)
     mode = _MODE.get() or (possible[0] if possible else None)
     if mode not in possible:
@@ -105,20 +114,10 @@ def kernel_for(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
             + (f" and cannot run it {mode}" if mode else "")
         )
-    log = mode == "rewritten" and _LOG.get()
-    arch = native_arch(device)
-    key = (stage.tag, mode, log, arch, problem.dtype, problem.head_dim, device.index)
-    if key not in _KERNELS:
-        _KERNELS[key] = _find_kernel(stage, mode, log, problem, device)
-    return _KERNELS[key]
-
-
-def _find_kernel(stage: KernelSource, mode: str, log: bool, problem: Problem, device: torch.device):
-    """Compile, or read from disk; milliseconds at best, so `kernel_for` keeps the result."""
     if mode == "rewritten":
         from .hopper.run import hopper_kernel
 
-        return hopper_kernel(stage, problem.dtype, problem.head_dim, device, log)
+        return hopper_kernel(stage, problem.dtype, problem.head_dim, device, _LOG.get())
     arch = native_arch(device)
     return compile_stage(stage, arch=arch, dtype=problem.dtype, head_dim=problem.head_dim)
 

@@ -157,7 +157,8 @@ def _attend(q, k, v, options: tuple) -> tuple[Tensor, Tensor]:
         return found
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _ShortCut.apply(q, k, v, *lengths, numbers_, *known)
-    return _forward(*known, q, k, v, lengths)
+    problem, lie_well = known
+    return _forward(_with_lengths(problem, q, k, lengths), lie_well, q, k, v)
 
 
 class _ShortCut(torch.autograd.Function):
@@ -165,8 +166,9 @@ class _ShortCut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, *options):
-        *lengths, ctx.numbers, ctx.problem, lie_well = options
-        out, lse = _forward(ctx.problem, lie_well, q, k, v, lengths)
+        *lengths, ctx.numbers, problem, lie_well = options
+        ctx.problem = _with_lengths(problem, q, k, lengths)
+        out, lse = _forward(ctx.problem, lie_well, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, *lengths)
         ctx.set_materialize_grads(False)  # what of dout and dlse is not asked for stays None
         return out, lse
@@ -180,7 +182,7 @@ class _ShortCut(torch.autograd.Function):
             given = dout, dlse, q, k, v, out, lse, *lengths, *ctx.numbers
             gradients = torch.ops.flash_ladder.attention_backward(*given)
         else:
-            gradients = _backward(ctx.problem, dout, dlse, q, k, v, out, lse, lengths)
+            gradients = _backward(ctx.problem, dout, dlse, q, k, v, out, lse)
         return (*gradients, *(None,) * 7)
 
 
@@ -235,7 +237,8 @@ def last_stage() -> Stage:
 )
 def attention(q, k, v, *options):
     """(out, lse); see `flash_attn_func`. options: those of the schema."""
-    return _forward(_problem(q, k, v, options), False, q, k, v, options[:4])
+    problem = _with_lengths(_problem(q, k, v, options), q, k, options[:4])
+    return _forward(problem, False, q, k, v)
 
 
 @torch.library.custom_op(
@@ -246,25 +249,24 @@ def attention(q, k, v, *options):
 )
 def attention_backward(dout, dlse, q, k, v, out, lse, *options):
     """(dq, dk, dv), from what `attention` was given and returned."""
-    problem = _problem(q, k, v, options)
-    return _backward(problem, dout, dlse, q, k, v, out, lse, options[:4])
+    problem = _with_lengths(_problem(q, k, v, options), q, k, options[:4])
+    return _backward(problem, dout, dlse, q, k, v, out, lse)
 
 
-def _forward(problem: Problem, lie_well: bool, q, k, v, lengths) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a checked problem without `lengths`. lie_well: `_lie_well(q, k, v)`, or
-    False."""
+def _forward(problem: Problem, lie_well: bool, q, k, v) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a checked problem. lie_well: `_lie_well(q, k, v)`, or False."""
     tensors = (q, k, v) if lie_well else _as_kernels_take(q, k, v)
-    out, lse = run_forward(_with_lengths(problem, q, k, lengths), *tensors)
+    out, lse = run_forward(problem, *tensors)
     return (out[0], lse[0]) if q.dim() == 3 else (out, lse)
 
 
-def _backward(problem: Problem, dout, dlse, q, k, v, out, lse, lengths):
-    """(dq, dk, dv) of the same; dout and dlse may be None, for 0."""
+def _backward(problem: Problem, dout, dlse, q, k, v, out, lse):
+    """(dq, dk, dv) of the same; dout and dlse may be None, for 0, and strides any."""
     _alert_not_deterministic()
     rest = out, lse, dout, dlse
     out4, lse4, dout4, dlse4 = problem.batched(*rest)
     saved = Saved(*_as_kernels_take(q, k, v), loadable(out4), lse4)
-    dq, dk, dv = run_backward(_with_lengths(problem, q, k, lengths), saved, dout4, dlse4)
+    dq, dk, dv = run_backward(problem, saved, dout4, dlse4)
     dk, dv = (_sum_of_groups(x, k.shape[-2]) for x in (dk, dv))
     return (dq[0], dk[0], dv[0]) if q.dim() == 3 else (dq, dk, dv)
 

@@ -44,7 +44,7 @@ class _Nothing:
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     """While open, neither this package nor flash-attn-4 starts a kernel of its own."""
-    from . import gradients, launch, op
+    from . import launch, op
     from .hopper.redirect import compile_replaced
 
     targets = os.environ | {
@@ -52,11 +52,10 @@ def without_kernels() -> Iterator[None]:
         "CUTE_DSL_ARCH": "sm_100a",
         "FLASH_ATTENTION_NUM_SMS": "148",
     }
-    nothing = lambda *_, **__: _Nothing
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, targets))
-        stack.enter_context(mock.patch.object(launch, "kernel_for", nothing))
-        stack.enter_context(mock.patch.object(gradients, "kernel_for", nothing))
+        stack.enter_context(mock.patch.dict(launch._KERNELS, clear=True))
+        stack.enter_context(mock.patch.object(launch, "_find_kernel", lambda *_: _Nothing))
         stack.enter_context(mock.patch.object(op, "check_device", lambda device: None))
         stack.enter_context(compile_replaced(lambda *_: lambda *_, **__: None))
         yield
