@@ -198,7 +198,7 @@ def mutate(
         outcome = next(outcomes)
         found[outcome.line] = outcome
     ptx = logged_ptx(stage, head_dim)
-    verdicts = tuple(_verdict(stage, site, found[site.line], ptx) for site in named)
+    verdicts = tuple(_verdict(stage, head_dim, site, found[site.line], ptx) for site in named)
     used = {row.reason for row in verdicts}
     wrong = [
         f"REDUNDANT_COMPILED {key!r} explains no survivor"
@@ -209,12 +209,12 @@ def mutate(
     return Report(name, verdicts, time.perf_counter() - start, tuple(wrong))
 
 
-def _verdict(stage: KernelSource, site: Site, outcome: Outcome, ptx: str) -> Verdict:
+def _verdict(stage: KernelSource, head_dim: int, site: Site, outcome: Outcome, ptx: str) -> Verdict:
     by, detail = outcome.by, outcome.detail
     findings = lint(without(ptx, site.line))
     if findings:
         by, detail = (*by, "lint"), detail or str(findings[0])
-    return Verdict(site, by, detail, "" if by else explanation(stage, site))
+    return Verdict(site, by, detail, "" if by else explanation(stage, head_dim, site))
 
 
 def without(ptx: str, line: int) -> str:
@@ -224,12 +224,13 @@ def without(ptx: str, line: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def explanation(stage: KernelSource, site: Site) -> str:
+def explanation(stage: KernelSource, head_dim: int, site: Site) -> str:
     """Why leaving a site out is no fault: the reasons of its twins in the model, or its own.
 
     Its own, for what only compiled code has, is in `REDUNDANT_COMPILED` of the stage's model.py.
     """
-    reasons = [mutation.reason(stage.model.REDUNDANT, twin.names) for twin in site.twins]
+    listed = mutation.reasons(stage, head_dim)
+    reasons = [mutation.reason(listed, twin.names) for twin in site.twins]
     if reasons and all(reasons):
         return "; ".join(dict.fromkeys(reasons))
     return mutation.reason(_compiled_reasons(stage), (site.name,))

@@ -7,6 +7,7 @@ Started by `device_mutation`, one for each worker. Runs: host.
 from __future__ import annotations
 
 import multiprocessing.connection
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from . import contract_gpu, mutation
 from .executed import check_log
 from .grid import cluster_size
 from .hopper.log import decode
-from .hopper.run import session
+from .hopper.run import FunctionalOnly, session
 from .inputs import Problem
 from .launch import execution
 from .stage import KernelSource
@@ -105,6 +106,7 @@ def serve(
     """
     from .. import load
 
+    warnings.simplefilter("ignore", FunctionalOnly)  # who asked for mutants knows
     bench = Bench(load(stage).part(part), head_dim)
     while (line := pipe.recv()) is not None:
         outcome = bench.attempt(line)

@@ -236,8 +236,14 @@ def stage_subject(stage: KernelSource, head_dim: int | None = None) -> Subject:
     given = stage_problems(stage, head_dim)
     head_dim = next(iter(given.values())).q.shape[-1]
     problems = {name: _runner(stage, problem) for name, problem in given.items()}
-    redundant = getattr(stage.model, "REDUNDANT", {})
-    return Subject(f"stage {stage.tag}, head dim {head_dim}", problems, redundant)
+    return Subject(f"stage {stage.tag}, head dim {head_dim}", problems, reasons(stage, head_dim))
+
+
+def reasons(stage: KernelSource, head_dim: int) -> dict[str, str]:
+    """`Subject.redundant` of a stage: `REDUNDANT` of its model.py, and what `REDUNDANT_AT` there
+    adds for a head dim."""
+    more = getattr(stage.model, "REDUNDANT_AT", {}).get(head_dim, {})
+    return getattr(stage.model, "REDUNDANT", {}) | more
 
 
 def check_head_dim(stage: KernelSource, head_dim: int | None) -> int:

@@ -29,6 +29,7 @@ from flash_ladder.common.ptx import ptx_hash
 from typer.testing import CliRunner
 
 from tests.recorded_logs import (
+    HEAD_DIM,
     INDEX,
     KERNELS,
     event,
@@ -160,25 +161,33 @@ def test_the_reasons_of_twins_explain_a_site():
     stage = _stage({"MMA wait s_full": "first", "* fence_after in mma": "second"})
     one, two = _twin(), _twin(verb="fence_after", barrier="")
     site = lambda *twins: Site(5, WAIT, "MMA wait s_full", twins)
-    assert explanation(stage, site(one)) == "first"
-    assert explanation(stage, site(one, two, one)) == "first; second"
-    assert explanation(stage, site(one, _twin(barrier="o_full"))) == ""  # one twin is needed
-    assert explanation(stage, site()) == ""  # REDUNDANT is for sites of the model
+    assert explanation(stage, 128, site(one)) == "first"
+    assert explanation(stage, 128, site(one, two, one)) == "first; second"
+    assert explanation(stage, 128, site(one, _twin(barrier="o_full"))) == ""  # one twin is needed
+    assert explanation(stage, 128, site()) == ""  # REDUNDANT is for sites of the model
+
+
+def test_a_reason_may_hold_at_one_head_dim():
+    stage = _stage({"MMA wait s_full": "always"})
+    stage.model.REDUNDANT_AT = {64: {"MMA wait o_full": "at 64"}}
+    both = _twin(), _twin(barrier="o_full")
+    site = Site(5, WAIT, "MMA wait s_full", both)
+    assert explanation(stage, 64, site) == "always; at 64" and not explanation(stage, 128, site)
 
 
 def test_what_only_compiled_code_has_has_its_own_reasons():
     stage = _stage({"MMA wait s_full": "twin"}, {"EPILOGUE bulk_wait": "own", "MMA *": "any"})
-    assert explanation(stage, Site(5, WAIT, "EPILOGUE bulk_wait")) == "own"
-    assert explanation(stage, Site(5, WAIT, "LOAD wait kv_empty")) == ""
+    assert explanation(stage, 128, Site(5, WAIT, "EPILOGUE bulk_wait")) == "own"
+    assert explanation(stage, 128, Site(5, WAIT, "LOAD wait kv_empty")) == ""
     needed = _twin(barrier="o_full")
-    assert explanation(stage, Site(5, WAIT, "MMA wait o_full", (needed,))) == "any"
-    assert explanation(stage, Site(5, WAIT, "MMA wait s_full", (_twin(),))) == "twin"
+    assert explanation(stage, 128, Site(5, WAIT, "MMA wait o_full", (needed,))) == "any"
+    assert explanation(stage, 128, Site(5, WAIT, "MMA wait s_full", (_twin(),))) == "twin"
 
 
 @pytest.mark.parametrize("tag", KERNELS)
 def test_every_reason_of_a_stage_is_used(tag):
     compiled = getattr(KERNELS[tag].model, "REDUNDANT_COMPILED", {})
-    reasons = {explanation(KERNELS[tag], site) for site in recorded_sites(tag)}
+    reasons = {explanation(KERNELS[tag], HEAD_DIM, site) for site in recorded_sites(tag)}
     assert set(compiled.values()) <= reasons
 
 
@@ -189,11 +198,13 @@ def test_lint_judges_what_execution_cannot_see():
     ptx = ptx_of("04")
     line = next(site.line for site in sites(ptx) if site.opcode == LOADED)
     site = Site(line, LOADED, "CORRECTION fence wait.ld")
-    found = device_mutation._verdict(_stage({}, {"*": "no need"}), site, Outcome(line, (), ""), ptx)
+    found = device_mutation._verdict(
+        _stage({}, {"*": "no need"}), 128, site, Outcome(line, (), ""), ptx
+    )
     assert found.by == ("lint",) and "tmem-load-use" in found.detail and not found.reason
     assert found.label == "lint" and not found.timing
     seen = Outcome(line, ("error", "log"), "a fault", False)
-    found = device_mutation._verdict(_stage(), site, seen, ptx)
+    found = device_mutation._verdict(_stage(), 128, site, seen, ptx)
     assert found.by == ("error", "log", "lint") and found.detail == "a fault" and found.timing
 
 
@@ -201,12 +212,12 @@ def test_what_nothing_notices_needs_a_reason():
     ptx = ptx_of("04")
     line = next(site.line for site in sites(ptx) if site.is_wait)
     site, nothing = Site(line, WAIT, "MMA wait o_staged0"), Outcome(line, (), "")
-    verdict = lambda stage: device_mutation._verdict(stage, site, nothing, ptx)
+    verdict = lambda stage: device_mutation._verdict(stage, 128, site, nothing, ptx)
     assert verdict(_stage()).label == "SURVIVED"
     found = verdict(_stage({}, {"MMA wait o_staged?": "implied"}))
     assert (found.by, found.reason, found.label) == ((), "implied", "redundant")
     noticed = device_mutation._verdict(
-        _stage({}, {"*": "no need"}), site, Outcome(line, ("log",), "a race"), ptx
+        _stage({}, {"*": "no need"}), 128, site, Outcome(line, ("log",), "a race"), ptx
     )
     assert (noticed.by, noticed.reason) == (("log",), "")
 

@@ -34,6 +34,7 @@ from flash_ladder.common.plan import Arrival, Barrier, Plan, Role, SmemBuffer, T
 from tests.recorded_logs import (
     ALL,
     CODES,
+    HEAD_DIM,
     INDEX,
     KERNELS,
     NAMES,
@@ -524,7 +525,7 @@ def test_a_log_without_a_statement_shows_that_it_is_missing(tag):
     reached = {row.line for log, _ in logs for row in log.events}
     assert {site.line for site in sites} <= reached, "the recorded logs reach every statement"
     seen = {s.line for s in sites if any(_seen(log, plan, s.line) for log, plan in logs)}
-    explained = {s.line: explanation(KERNELS[tag], s) for s in sites}
+    explained = {s.line: explanation(KERNELS[tag], HEAD_DIM, s) for s in sites}
     left = [s for s in sites if s.line not in seen and not explained[s.line]]
     loads = [s for s in left if s.opcode.startswith("tcgen05.wait::ld")]
     assert loads and all(lint(without(ptx, s.line)) for s in loads)

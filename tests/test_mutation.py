@@ -10,7 +10,7 @@ import pytest
 import torch
 from flash_ladder.common import cli, contract, inputs
 from flash_ladder.common.model import B200, Budget, Pair, Sm, TooManyEvents, observe
-from flash_ladder.common.mutation import CATCHES, Subject, Unsound, mutate, stage_subject
+from flash_ladder.common.mutation import CATCHES, Subject, Unsound, mutate, reasons, stage_subject
 from flash_ladder.common.plan import Arrival, Barrier, Plan, Role, SmemBuffer
 from flash_ladder.common.stage import Stage
 from typer.testing import CliRunner
@@ -382,6 +382,15 @@ def test_the_table_fits_80_columns(monkeypatch, reference):
     row = next(line for line in out.splitlines() if "LOAD expect_tx q_full" in line)
     assert row.split()[4] == "race"
     assert "Lines of tests/model_schedules.py." in out
+
+
+@pytest.mark.parametrize("number", [7, 8])
+def test_one_cta_of_two_key_tiles_has_its_own_reasons(number):
+    """At head dim 64 the rings of Q and dO are equally long, which makes a wait redundant."""
+    stage = Stage(number).part("backward_1cta")
+    assert reasons(stage, 64) != reasons(stage, 128)
+    report = mutate(stage_subject(stage, 64))
+    assert not report.complaints and "LOAD wait do_empty" in str(report.verdicts)
 
 
 def test_survivors_make_it_fail_and_are_listed(monkeypatch):

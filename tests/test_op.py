@@ -723,6 +723,7 @@ def test_cpu_tensors_are_refused_with_an_alternative():
 
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "attention.md").read_text(encoding="utf-8")
+TEXT = " ".join(PAGE.split())
 EXAMPLES = re.findall(r"^```python\n(.+?)^```$", PAGE.partition("## Examples")[2], re.M | re.S)
 
 
@@ -745,7 +746,7 @@ def test_packed_sequences_start_as_many_kernels_as_the_page_says(short_cut):
     with _Launches() as of_backward:
         gradients.Workspace.empty(gradients.Saved(*made.batched(q, k, v), out, lse), mask=made.mask)
     assert (len(of_forward.seen), len(of_backward.seen)) == (2, 1)
-    assert "fill rows (two in a forward, one in a backward)" in " ".join(PAGE.split())
+    assert "fill rows (two in a forward, one in a backward)" in TEXT
 
 
 @pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
@@ -761,8 +762,10 @@ def test_the_page_shows_the_measured_overhead():
         shown = f"| {name} | {cells['flash_ladder']} (M) | {cells['flash-attn-4']} (M) |"
         assert shown in PAGE
     of_a_batch = ("b2 sq2048 h16 d128, forward", "b1 sq128 h8 d64, forward")
-    assert "A forward of a batch costs at most half of flash-attn-4's" in " ".join(PAGE.split())
-    assert all(2 * rows[name]["flash_ladder"] <= rows[name]["flash-attn-4"] for name in of_a_batch)
+    assert "A forward of a batch costs about half of flash-attn-4's. The rest costs more" in TEXT
+    for name, cells in rows.items():
+        ratio = cells["flash_ladder"] / cells["flash-attn-4"]
+        assert (0.35 < ratio < 0.55) if name in of_a_batch else ratio > 1
 
 
 # ---- the package ---------------------------------------------------------------------------

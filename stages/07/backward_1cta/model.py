@@ -22,10 +22,13 @@ REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
     "* fence_after in begin": "start orders alloc alone, which is synchronous",
     "COMPUTE? wait q_full in compute": "S full follows the q_full that MMA waited for",
     "REDUCE sync dq_staged": "the four warps of a role are one agent here; the log has each",
-    "COMPUTE? sync staged": "the four warps of a role are one agent here; the log has each",
     "COMPUTE? fence_before in store_block #1": "after wait_ld only dealloc, synchronous, follows",
     "COMPUTE? fence_before in epilogue #1": "after wait_ld only dealloc, synchronous, follows",
     "MMA fence_after in mma": "only dealloc follows, which is synchronous",
+}
+REDUNDANT_AT = {  # the same at one head dim
+    64: {"LOAD wait do_empty": "the ring of Q is as long, and its q_empty comes after"},
+    128: {"COMPUTE? sync staged": "the four warps of a role are one agent here; the log has each"},
 }
 
 
