@@ -7,12 +7,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 EXTRAS := dev,docs,hopper
 
-.PHONY: demo test docs figures lint clean
+.PHONY: demo env test docs figures lint clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
 	$(BIN)/flash-ladder doctor
 	$(BIN)/flash-ladder run
+
+env: $(READY)
 
 test: $(READY) lint
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest -q -rs $(PYTEST_ARGS)

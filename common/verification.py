@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import statistics
 import subprocess
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -46,7 +48,7 @@ def verify(
         raise RuntimeError(f"cannot verify stage {stage.tag} {mode}: here it runs {possible}")
     with execution(mode):
         verdicts, failures = _run_all(stage, console)
-        timings = [_timing(stage)] if mode == "native" else []
+        timings = _timings(stage) if mode == "native" else []
     seeds = _run_adversaries(stage, failures, console) if mode == "rewritten" else []
     logs = _check_logs(stage, failures, console) if mode == "rewritten" else {}
     target = native_arch(device) if mode == "native" else "sm_100a"
@@ -124,29 +126,54 @@ def _check_logs(stage: Stage, failures: list[str], console: Console) -> dict[str
     return found
 
 
-def _timing(stage: Stage, warm: int = 20, repeats: int = 20) -> dict[str, Any]:
-    """Median time of one shape by CUDA events, and the TFLOP/s of its two products."""
-    batch, heads, seqlen, head_dim = 4, 16, 4096, stage.config.ENVELOPE.head_dims[-1]
-    dtype = stage.config.ENVELOPE.dtypes[0]
-    shape = (batch, seqlen, heads, head_dim)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=getattr(torch, dtype)) for _ in range(3))
+TIMED = ((4, 4096), (1, 16384))  # batch, length; the second is that of the pages' predictions
+TIMED_HEADS = 16
+TIMES = {"full attention": 4, "its backward": 10}  # FLOP by batch * heads * length**2 * head dim
+
+
+def _timings(stage: Stage, device: str = "cuda") -> list[dict[str, Any]]:
+    """Median times of some shapes, forward and backward, and TFLOP/s of their products."""
+    head_dim, dtype = stage.config.ENVELOPE.head_dims[-1], stage.config.ENVELOPE.dtypes[0]
+    found = []
+    for batch, seqlen in TIMED:
+        shape = (batch, seqlen, TIMED_HEADS, head_dim)
+        tensors = [torch.randn(shape, device=device, dtype=getattr(torch, dtype)) for _ in range(4)]
+        for name, call in _timed(stage, *tensors).items():
+            work = TIMES[name] * batch * TIMED_HEADS * seqlen**2 * head_dim
+            size = f"b{batch} s{seqlen} h{TIMED_HEADS} d{head_dim} {dtype}, {name}"
+            found.append({"shape": size, **_times(call, work)})
+    return found
+
+
+def _timed(stage: Stage, q, k, v, dout) -> dict[str, Callable[[], Any]]:
+    """What is timed, names of TIMES."""
+    calls = {"full attention": lambda: stage.attention(q, k, v)}
+    if stage.config.ENVELOPE.differentiable:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = stage.attention(*leaves)
+        gradients = functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+        calls["its backward"] = gradients
+    return calls
+
+
+def _times(call: Callable[[], Any], work: int, warm: int = 20, repeats: int = 20) -> dict[str, Any]:
+    """Of calls by CUDA events; work: the FLOP of one."""
     for _ in range(warm):
-        stage.attention(q, k, v)
+        call()
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        stage.attention(q, k, v)
+        call()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
     median = statistics.median(times)
     return {
-        "shape": f"b{batch} s{seqlen} h{heads} d{head_dim} {dtype}, full attention",
         "ms": median,
         "ms_min": min(times),
         "ms_max": max(times),
-        "tflops": 4 * batch * heads * seqlen**2 * head_dim / median / 1e9,
+        "tflops": work / median / 1e9,
         "how": f"median of {repeats} launches after {warm}, CUDA events",
     }
 

@@ -3,6 +3,7 @@
 
 import json
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -532,6 +533,49 @@ def test_verify_without_a_gpu_says_why(ladder, no_gpu, tmp_path):
     assert not path.exists()
 
 
+class _Event:
+    """A CUDA event of a device on which everything takes 2 ms."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 2.0
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_what_is_timed(monkeypatch, differentiable):
+    from flash_ladder.common import verification
+
+    calls = []
+    envelope = types.SimpleNamespace(
+        head_dims=(64, 128), dtypes=("bfloat16",), differentiable=differentiable
+    )
+    stage = types.SimpleNamespace(
+        config=types.SimpleNamespace(ENVELOPE=envelope),
+        attention=lambda q, k, v: calls.append(q.shape) or q + k + v,
+    )
+    monkeypatch.setattr(verification, "TIMED", ((2, 8), (1, 32)))
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    rows = verification._timings(stage, "cpu")
+    kinds = ("full attention", "its backward")[: 1 + differentiable]
+    assert [row["shape"] for row in rows] == [
+        f"{size} h16 d128 bfloat16, {kind}" for size in ("b2 s8", "b1 s32") for kind in kinds
+    ]
+    assert {*map(tuple, calls)} == {(2, 8, 16, 128), (1, 32, 16, 128)}
+    flop = {"full attention": 4, "its backward": 10}
+    sizes = {"b2 s8": 2 * 8**2, "b1 s32": 32**2}
+    for row in rows:
+        size, _, kind = row["shape"].partition(" h16 d128 bfloat16, ")
+        assert row["tflops"] == pytest.approx(flop[kind] * sizes[size] * 16 * 128 / 2e9)
+
+
 def test_verify_runs_every_case_and_check(ladder, dsl, stage, monkeypatch, tmp_path):
     from flash_ladder.common import contract, verification
 
@@ -539,7 +583,7 @@ def test_verify_runs_every_case_and_check(ladder, dsl, stage, monkeypatch, tmp_p
     monkeypatch.setattr(verification, "native_arch", lambda device: "sm_100a")
     monkeypatch.setattr(verification, "modes", lambda stage, device: ["native"])
     timing = {"shape": "one", "ms": 1.0, "ms_min": 1.0, "ms_max": 1.0, "tflops": 1.0, "how": "x"}
-    monkeypatch.setattr(verification, "_timing", lambda stage: timing)
+    monkeypatch.setattr(verification, "_timings", lambda stage: [timing])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(contract_gpu, "check_gpu_case", contract.check_model)
     monkeypatch.setattr(contract, "GPU_SIZES", {**contract.HOST_SIZES, "heads": (1,)})

@@ -15,6 +15,7 @@ import pytest
 import torch
 import typer
 from flash_ladder.common import cli
+from flash_ladder.common.model import B200
 
 ROOT = Path(__file__).parent.parent
 PATHS = sorted((ROOT / "docs" / "paths").glob("*.md"))
@@ -75,6 +76,7 @@ def check_command(words: list[str]) -> None:
     """Nothing is run; an unknown option raises."""
     if "flash-ladder" in words:
         name, *arguments = words[words.index("flash-ladder") + 1 :]
+        assert not {"--device", "--fast"} <= set(arguments), "one refuses the other"
         typer.main.get_command(cli.app).commands[name].make_context(name, arguments)
     elif words[0] == "make":
         assert words[1] in TARGETS
@@ -108,6 +110,7 @@ WRONG = {
     "pytest stages/99": "stages/99",
     "python -m flash_ladder.common.nothing": "nothing",
     "rm x": "'rm', 'x'",
+    "flash-ladder mutate 4 --device --fast": "one refuses the other",
 }
 
 
@@ -152,6 +155,23 @@ def test_counts_of_the_hopper_path_are_those_of_the_evidence(number, mode):
     assert source in " ".join(page.split())
     for timing in run["timings"]:
         assert f"{timing['ms']:.1f} ms" in page
+
+
+def test_the_blackwell_path_shows_what_the_model_says(ladder):
+    page = (ROOT / "docs" / "paths" / "blackwell.md").read_text(encoding="utf-8")
+    peak = B200["sms"] * B200["tensor"] * B200["clock"] / 1e12
+    assert f"Peak is {peak:.0f} (D" in page
+    options = ("--seqlen", "16384", "--heads", "16", "--json")
+    found = {}
+    for number, part in ((2, ""), (3, ""), (4, ""), (5, ""), (6, ""), (7, "backward_2cta")):
+        name = f"{number:02d}, its backward" if part else f"{number:02d}"
+        code, out, _ = ladder("model", str(number), "--part", part, *options)
+        found[number] = json.loads(out)["derived"]["tflops"]
+        (row,) = re.findall(rf"^\| {name} \|.*\| (\d+) \|$", page, re.M)
+        assert code == 0 and int(row) == round(found[number])
+    assert f"| {0.2 * peak:.0f} to {1024 / 3030 * peak:.0f} (20 to 34 % of peak) |" in page
+    assert f"at most {2048 / 2896 * peak:.0f} (71 % of peak)" in page
+    assert found[2] < 0.2 * peak and found[4] < 1.05 * found[3], "no longer at odds with the model"
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
