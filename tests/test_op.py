@@ -749,6 +749,12 @@ def test_packed_sequences_start_as_many_kernels_as_the_page_says(short_cut):
     assert "fill rows (two in a forward, one in a backward)" in TEXT
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_a_group_are_added_up_in_float32(dtype):
+    x = torch.full((1, 2, 4096, 8), 1.125, dtype=dtype)  # one by one 16 bits would stay below 512
+    assert torch.equal(op._sum_of_groups(x, 2), torch.full((1, 2, 2, 8), 2304.0, dtype=dtype))
+
+
 @pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
 def test_the_page_names_every_argument_that_has_a_rule(function):
     named = set(inspect.signature(function).parameters) - {*"qkv", "seqused_q", "seqused_k"}
