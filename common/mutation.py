@@ -30,7 +30,7 @@ import torch
 
 from . import inputs
 from .grid import cta_tiles
-from .model import BarrierFault, Budget, Deadlock, ModelFault, TooManyEvents, observe
+from .model import B200, BarrierFault, Budget, Deadlock, Machine, ModelFault, TooManyEvents, observe
 from .ordering import Ordering, OrderingError
 from .stage import KernelSource
 
@@ -54,6 +54,7 @@ FAULTS = {
 }
 FAST_SHARE = 3  # fast mode tries one site of so many
 WRAPS = 2  # times that every ring of slots begins anew
+SLOW_PORT = {"smem": 16.0}  # bytes a cycle of shared memory, an eighth: statistics come late
 EVENTS = 10_000_000  # of a model as it should be
 SLACK = 4  # a mutant may take so many times the events of the model as it should be
 SHORT = 90  # characters of a short detail
@@ -229,13 +230,15 @@ def stage_subject(stage: KernelSource, head_dim: int | None = None) -> Subject:
     """The model of a stage or part on one CTA; head_dim: the envelope's last when None.
 
     Every ring of slots begins anew `WRAPS` times in the first two problems. The others take what
-    the code may treat by itself: a CTA that lacks its last tile, and the least rows to visit.
+    the code may treat by itself: a CTA that lacks its last tile, and the least rows to visit. The
+    last has other timing: a wait may be met by luck, as that for the first statistics of a tile.
     """
     if stage.model is None:
         raise ValueError(f"part {stage.tag} has no model: nothing to delete")
     given = stage_problems(stage, head_dim)
     head_dim = next(iter(given.values())).q.shape[-1]
     problems = {name: _runner(stage, problem) for name, problem in given.items()}
+    problems["slow port"] = _runner(stage, given["gaussian"], B200.with_changes(SLOW_PORT))
     return Subject(f"stage {stage.tag}, head dim {head_dim}", problems, reasons(stage, head_dim))
 
 
@@ -308,9 +311,9 @@ def _visited_tile(stage: KernelSource, head_dim: int) -> int:
     return stage.config.TILE if stage.kind == "backward" else stage.config.TILE_N[head_dim]
 
 
-def _runner(stage: KernelSource, problem: inputs.Problem) -> Problem:
+def _runner(stage: KernelSource, problem: inputs.Problem, machine: Machine = B200) -> Problem:
     def run():
-        found = stage.simulate_problem(problem, max_ctas=1)
+        found = stage.simulate_problem(problem, max_ctas=1, machine=machine)
         return [getattr(found, name) for name in stage.RESULTS], found.findings
 
     return run

@@ -10,7 +10,7 @@ import pytest
 import torch
 from flash_ladder.common import cli, contract, inputs
 from flash_ladder.common.model import B200, Budget, Pair, Sm, TooManyEvents, observe
-from flash_ladder.common.mutation import CATCHES, Subject, Unsound, mutate, reasons, stage_subject
+from flash_ladder.common.mutation import CATCHES, Subject, Unsound, mutate, stage_subject
 from flash_ladder.common.plan import Arrival, Barrier, Plan, Role, SmemBuffer
 from flash_ladder.common.stage import Stage
 from typer.testing import CliRunner
@@ -384,13 +384,20 @@ def test_the_table_fits_80_columns(monkeypatch, reference):
     assert "Lines of tests/model_schedules.py." in out
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("number", [7, 8])
-def test_one_cta_of_two_key_tiles_has_its_own_reasons(number):
-    """At head dim 64 the rings of Q and dO are equally long, which makes a wait redundant."""
-    stage = Stage(number).part("backward_1cta")
-    assert reasons(stage, 64) != reasons(stage, 128)
-    report = mutate(stage_subject(stage, 64))
-    assert not report.complaints and "LOAD wait do_empty" in str(report.verdicts)
+def test_a_wait_of_one_cta_is_redundant_at_head_dim_64_alone(number, head_dim):
+    """There the rings of Q and dO are equally long."""
+    report = mutate(stage_subject(Stage(number).part("backward_1cta"), head_dim))
+    assert not report.complaints
+    (row,) = [row for row in report.verdicts if str(row.site) == "LOAD wait do_empty"]
+    assert (row.label == "redundant") == (head_dim == 64)
+
+
+def test_a_wait_that_is_met_by_luck_shows_under_other_timing():
+    report = mutate(stage_subject(Stage(6), 64))
+    assert not report.complaints
+    assert "slow port" in {row.problem for row in report.verdicts if "stats_full1" in str(row.site)}
 
 
 def test_survivors_make_it_fail_and_are_listed(monkeypatch):

@@ -28,7 +28,6 @@ REDUNDANT = {  # why the model does not miss a synchronisation (common.mutation)
 }
 REDUNDANT_AT = {  # the same at one head dim
     64: {"LOAD wait do_empty": "the ring of Q is as long, and its q_empty comes after"},
-    128: {"COMPUTE? sync staged": "the four warps of a role are one agent here; the log has each"},
 }
 
 
