@@ -319,8 +319,8 @@ def test_page_01_says_what_smaller_key_tiles_cost(monkeypatch):
     page = " ".join((load(1).folder / "README.md").read_text(encoding="utf-8").split())
     said = (
         f"128 keys take {more('all')} cycles more (D): {more(('load', 'latency'))} for these "
-        f"loads, {more(('mma_qk', 'smem'))} for reading Q, {more(('rescale', 'fma'))} for rescaling O, "
-        f"{more('barrier')} for the barriers."
+        f"loads, {more(('mma_qk', 'smem'))} for reading Q, {more(('rescale', 'fma'))} for "
+        f"rescaling O, {more('barrier')} for the barriers."
     )
     assert said in page
 
