@@ -270,6 +270,22 @@ def _role_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     return ["role", "warps", "threads", "registers a thread", "does"], rows
 
 
+TILE_0 = re.compile(r"(?<=[A-Za-z])0(?=</code>| \()")  # of a barrier's name, or a role's
+
+
+def _of_both_tiles(rows: list[list[str]]) -> list[list[str]]:
+    """Rows of which two differ in the tile alone, p_full0 and p_full1, as one: p_full0/1."""
+    found, second = [], []
+    for row in rows:
+        other = [TILE_0.sub("1", cell) for cell in row]
+        if other != row and other in rows:
+            second.append(other)
+            row = [TILE_0.sub("0/1", cell) for cell in row]
+        if row not in second:
+            found.append(row)
+    return found
+
+
 def _barrier_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     rows = []
     for row in plan.barriers:
@@ -289,7 +305,7 @@ def _barrier_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
             ]
         )
     headings = ["barrier", "kind", "arrive", "wait", "count", "stages", "first wait", "bytes"]
-    return [*headings, "guards"], rows
+    return [*headings, "guards"], _of_both_tiles(rows)
 
 
 def _tmem_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
