@@ -22,7 +22,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 from pymdownx.superfences import SuperFencesException
 
-from . import annotations, role_graph
+from . import annotations, numerics, role_graph
 from .diff import diff_file, stage_diff_stats
 from .figures import FIGURES
 from .plan import Arrival, Plan
@@ -48,6 +48,7 @@ ATTRIBUTES = {  # fence: required and optional attributes
 NOT_EXECUTED = "Not yet executed on hardware."
 MARKS = {"M": "measured", "D": "derived", "Q": "quoted"}
 MODES = {"native": "native", "rewritten": "rewritten from sm_100a"}
+DECLARED_COUNTS = "instructions are counted in the code, not in its execution"
 
 
 class FenceError(SuperFencesException):
@@ -269,6 +270,22 @@ def _role_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     return ["role", "warps", "threads", "registers a thread", "does"], rows
 
 
+TILE_0 = re.compile(r"(?<=[A-Za-z])0(?=</code>| \()")  # of a barrier's name, or a role's
+
+
+def _of_both_tiles(rows: list[list[str]]) -> list[list[str]]:
+    """Rows of which two differ in the tile alone, p_full0 and p_full1, as one: p_full0/1."""
+    found, second = [], []
+    for row in rows:
+        other = [TILE_0.sub("1", cell) for cell in row]
+        if other != row and other in rows:
+            second.append(other)
+            row = [TILE_0.sub("0/1", cell) for cell in row]
+        if row not in second:
+            found.append(row)
+    return found
+
+
 def _barrier_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     rows = []
     for row in plan.barriers:
@@ -288,7 +305,7 @@ def _barrier_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
             ]
         )
     headings = ["barrier", "kind", "arrive", "wait", "count", "stages", "first wait", "bytes"]
-    return [*headings, "guards"], rows
+    return [*headings, "guards"], _of_both_tiles(rows)
 
 
 def _tmem_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
@@ -367,10 +384,11 @@ def config_table(source, language, css_class, options, md, **kwargs) -> str:
     headings, rows = TABLES[table](kernel.config, plan, head_dim)
     if not rows:
         return f"<p>Stage {kernel.tag} {EMPTY[table]} (head dim {head_dim}).</p>"
-    detail = f"stages/{kernel.tag}/config.py, head dim {head_dim}"
+    detail, note = f"stages/{kernel.tag}/config.py, head dim {head_dim}", ""
     if table == "declared":
         detail += "; the tests compare it with the compiled code"
-    return html_table(headings, rows, f"{table} · head dim {head_dim} {mark('D', detail)}")
+        note = f"; {DECLARED_COUNTS}"
+    return html_table(headings, rows, f"{table} · head dim {head_dim} {mark('D', detail)}{note}")
 
 
 def roles(source, language, css_class, options, md, **kwargs) -> str:
@@ -439,11 +457,11 @@ def _kernel_row(run: dict, kernel: dict) -> list[str]:
     base = worst.get("baseline", worst.get("baseline_max_abs"))
     ratio = worst.get("ratio", own / base if own is not None and base else None)
     compared = [str(worst[name]) for name in ("generator", "case", "metric") if name in worst]
-    mode = MODES.get(run.get("mode"), "unknown")
+    mode, target = MODES.get(run.get("mode"), "unknown"), run.get("target", "-")
     return [
         html.escape(run.get("date", "-")),
         html.escape(run.get("gpu", "-")),
-        html.escape(f"{mode}, {run.get('target', '-')}"),
+        html.escape(mode if target in mode else f"{mode}, {target}"),
         html_code(kernel.get("key", "-")),
         marked(kernel.get("registers"), "M", _compiler_of(run)),
         marked(kernel.get("cases"), "M", source),
@@ -500,7 +518,8 @@ def _mutation_lines(run: dict) -> list[str]:
     return [
         f"<p>Left out in turn, {row['counts']['sites']} waits, arrivals and fences of "
         f"{html.escape(row['kernel'])}: {row['counts']['timing']} noticed by results or errors, "
-        f"{row['counts']['log']} by the log, {row['counts']['lint']} by lint; "
+        f"{row['counts']['log']} by the log, {row['counts']['lint']} by lint "
+        "(one may be noticed by several); "
         f"{row['counts']['redundant']} redundant, {row['counts']['unexplained']} unexplained "
         f"{mark('M', source(row))}.</p>"
         for row in run.get("mutation", [])
@@ -528,7 +547,11 @@ def results(source, language, css_class, options, md, **kwargs) -> str:
     if not runs:
         return f"<p>{NOT_EXECUTED}</p>"
     rows = [_kernel_row(run, kernel) for run in runs for kernel in run.get("kernels", [])]
-    caption = f"stage {number:02d} · stages/{number:02d}/evidence.json"
+    caption = (
+        f"stage {number:02d} · stages/{number:02d}/evidence.json; tightest: of all comparisons the "
+        f"nearest to its limit, {numerics.FACTOR:g} · torch's error + "
+        '<a href="../../numerics/#the-rule">floor</a>'
+    )
     table = html_table(RESULT_HEADINGS, rows, caption) if rows else ""
     kinds = (_log_lines, _mutation_lines, _sanitizer_lines, _timing_lines)
     lines = []
@@ -711,8 +734,10 @@ def _status(number: int) -> str:
     last = runs[-1]
     failed = sum(kernel.get("failed", 0) for kernel in last.get("kernels", []))
     failed += last.get("tests", {}).get("failed", 0)
-    mode = MODES.get(last.get("mode"), "unknown")
-    text = f"{'fails' if failed else 'runs'} on {last.get('gpu', 'unknown GPU')}, {mode}"
+    gpu = last.get("gpu", "unknown GPU").removeprefix("NVIDIA ")
+    text = f"{'fails' if failed else 'runs'}, {gpu}"
+    if last.get("mode") != "native":
+        text += f", {last.get('mode', 'unknown')}"
     return f"{html.escape(text)} {mark('M', _source_of(last))}"
 
 

@@ -240,7 +240,7 @@ def of_compile() -> str:
 
 TABLES = {
     "errors": Study(
-        ("inputs", *error_study.SOURCES.values(), "half an ulp of O"),
+        ("inputs", *error_study.SOURCES.values(), "half an ulp of O, a bound"),
         _error_rows,
         "RMS error of O, 256 queries, 1024 keys, 2 heads, head dim 128",
         "D",

@@ -226,6 +226,10 @@ def test_config_tables_of_stage_01(table, head_dim):
 def test_config_table_numbers_come_from_the_plan():
     barriers = text_of(fence('config-table stage="01" head_dim="128" table="barriers"'))
     assert "kv_full" in barriers and "named 0" in barriers and "COMPUTE (128 by thread)" in barriers
+    both = fence('config-table stage="04" head_dim="128" table="barriers"')
+    row = re.search(r"<tr><td><code>p_full0/1</code>.*?</tr>", both)[0]
+    assert "SOFTMAX0/1 (128 by thread)" in row and ">1</td>" in row and "p_full1" not in both
+    assert both.count("<tr>") == 1 + 3 + 8 and "named 0" in both  # head, shared, of each tile
     smem = text_of(fence('config-table stage="01" head_dim="128" table="smem"'))
     assert f"{fences.stage_config(1).plan(128).smem_bytes:,}" in smem
     envelope = text_of(fence('config-table stage="01" head_dim="128" table="envelope"'))
@@ -319,6 +323,7 @@ def test_tables_and_graph_of_a_pipeline(monkeypatch):
     assert "32768" in table("barriers") and "K &amp; V" in table("barriers")
     assert "passes" in table("barriers") and "48" in table("roles")
     assert "LOAD: 48" in table("declared") and "128x128x16" in table("declared")
+    assert fences.DECLARED_COUNTS in table("declared") and "counted" not in table("roles")
     assert "restricted" in table("envelope")
     graph = fence('roles stage="03" head_dim="128"')
     assert "kv_full: LOAD → MMA; kv_empty: MMA → LOAD" in graph  # in words, for who cannot see it
@@ -360,6 +365,7 @@ def test_results_mark_every_number(pair):
     assert re.search(r"<td>0\.005 <abbr [^>]*>D</abbr></td>", page) and "llm_like, max_abs" in page
     assert f"12 {measured} passed, 0 {measured} failed, 3 {measured} skipped" in page
     assert "rewritten from sm_100a, sm_90a" in page and "a &lt;note&gt;" in page
+    assert "nearest to its limit, 2 · torch's error + floor" in text_of(page)
 
 
 def test_results_tell_of_logs_and_mutation():
@@ -369,7 +375,10 @@ def test_results_tell_of_logs_and_mutation():
     assert f"Left out in turn, {counts['sites']} waits, arrivals and fences" in page
     ctas = sum(kernel["log"]["ctas"] for kernel in run["kernels"])
     assert f"Executed log of {ctas} CTAs" in page
-    assert "Executed log" not in fence('results stage="01"')
+    assert "by lint (one may be noticed by several)" in text_of(page)
+    first = fence('results stage="01"')
+    assert "Executed log" not in first
+    assert "<td>rewritten from sm_100a</td>" in first and "<td>native, sm_90a</td>" in first
 
 
 def test_results_bear_missing_fields(pair):
@@ -484,10 +493,12 @@ def test_ladder_names_every_stage_and_its_status(pair, monkeypatch):
     assert '<a href="stages/01/">' in page and page.count("planned") == len(flash_ladder.STAGES) - 2
     assert page.count("not yet executed on hardware") == 2
     (pair[0] / "evidence.json").write_text(json.dumps({"runs": [RUN]}))
-    assert "runs on NVIDIA H200, rewritten from sm_100a <abbr" in fence("ladder")
+    assert "runs, H200, rewritten <abbr" in fence("ladder")
+    (pair[0] / "evidence.json").write_text(json.dumps({"runs": [{**RUN, "mode": "native"}]}))
+    assert "runs, H200 <abbr" in fence("ladder")
     failing = {**RUN, "tests": {"failed": 1}}
     (pair[0] / "evidence.json").write_text(json.dumps({"runs": [RUN, failing]}))
-    assert "fails on NVIDIA H200" in fence("ladder")
+    assert "fails, H200" in fence("ladder")
 
 
 def test_rungs_show_step_cycles_and_error_each_with_its_mark():

@@ -144,6 +144,11 @@ def _emulation_cost() -> int:
     return sum(map(int, re.findall(r"\d+", re.search(r"Cost of a pair: ([^.]+)\.", text).group(1))))
 
 
+def _source(figure: str) -> str:
+    """Who measured a figure of the B200: what its source names before the details."""
+    return re.split(", second-hand|:", B200.figures[figure].source)[0]
+
+
 SAID = {  # page: what it says, made from the code that the numbers come from
     "online-softmax": [
         f"2 · 32 768² · 2 bytes / {B200['hbm'] / 1e12:.1f} TB/s = "
@@ -164,7 +169,7 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"e^8 = {math.exp(8):.0f} (D)",
     ],
     "blackwell-sm": [
-        f"two numbers {['', 'ten'][_emulation_cost() == 10]} instructions of other units",
+        f"{['', 'five'][_emulation_cost() == 10]} instructions of other units for each (D",
         f"a B200 has {B200['sms']:.0f} (Q",
         f"{32 / (B200['mufu'] / 4):.0f} cycles (D: 32 / {B200['mufu'] / 4:.0f})",
         f"{MAX_SMEM_BYTES / 1024:.0f} KiB for one CTA (D: {MAX_SMEM_BYTES:,} bytes)".replace(
@@ -187,7 +192,8 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"the port: {PAIR.smem:.0f} cycles against {PAIR.mma:.0f}",
         "At 160 bytes a cycle it no longer is (D)",
         f"costs {128 * 128 // 32 // 4} issue cycles",
-        f"room for {FORWARD.exp / (128 * 128 / 32 / 4):.0f} such instructions",
+        f"room for {FORWARD.exp / (128 * 128 / 32 / 4):.0f} such instructions (D: 1024 / 128), one "
+        "of which is the exp2 itself",
         f"takes {2 * 128 * 128 * 16 / B200['tensor']:.0f} cycles (D",
         f"reads {2 * 128 * 16 * 2} bytes (D",
     ],
@@ -199,6 +205,7 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"so {REGIONS['P0'].columns} columns (D)",
         f"reads and writes only the {QUARTER_LANES} lanes",
         f"{STAGE6.CHUNK} columns at a time",
+        f"inferred; {B200.figures['tmem'].confidence} confidence), which "
         f"makes {REGIONS['S0'].columns * LANES * 4 / B200['tmem']:.0f} cycles for S (D)",
         f"budget of {FORWARD.exp:.0f} cycles",
         f"{REGIONS['O0'].columns * LANES * 4 // 1024} KiB each way at head dim 128 (D)",
@@ -207,9 +214,10 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"more make {sum(row.columns for row in SMALL)} (D)",
     ],
     "mbarriers": [
-        f"perhaps {B200['tma_latency']:.0f} cycles later (Q",
+        f"perhaps {B200['tma_latency']:.0f} cycles later (Q: {_source('tma_latency')})",
         f"{B200['mma_ss_latency'] + 128 / 2:.0f} cycles after its issue: "
-        f"64 of work, {B200['mma_ss_latency']:.0f} until its commit is seen (D",
+        f"64 of work, {B200['mma_ss_latency']:.0f} until its commit is seen (D: "
+        f"{B200['mma_ss_latency']:.0f} from the same source)",
         f"2^20 − 1 = {2**20 - 1:,} bytes".replace(",", " "),
         f"a tile has {ring.TILE_BYTES:,} bytes and comes in two parts".replace(",", " "),
         f"warpgroup: {Arrival('A').count(GROUP)} (D",
@@ -231,6 +239,8 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"has `{layouts.encode_instruction_descriptor(swizzle.PV):#x}`: one bit apart (D)",
         f"At {swizzle.address(5, 6, True) % 128 // 16} (D",
         f"larger by {layouts.SmemDescriptor(32768, 16, 1024, 128).start // 16} (D",
+        f"that is {layouts.SmemDescriptor(128 * swizzle.SPAN, 16, 1024, 128).start // 16} (D: "
+        f"{128 * swizzle.SPAN // 1024} KiB / 16)",
     ],
     "cta-pairs": [
         f"reads {pair.operand_bytes(False)} bytes in {64} cycles (D)",
@@ -246,7 +256,8 @@ SAID = {  # page: what it says, made from the code that the numbers come from
         f"{EXCHANGED // 1024} KiB each way (D",
         f"with {EXCHANGED:,} expected bytes".replace(",", " "),
         f"a barrier of the leader, count {PLAN7.barrier('dx_both').arrivals(PLAN7)},",
-        f"{B200['dsmem']:.0f} bytes a cycle and SM",
+        f"{B200['dsmem']:.0f} bytes a cycle and SM for bulk copies (Q: {_source('dsmem')}, "
+        f"second-hand; {B200.figures['dsmem'].confidence} confidence)",
         f"make {EXCHANGED / B200['dsmem']:.0f} cycles of it",
         f"{PAIR.smem_parts['dS to the peer']:.0f} cycles of the port, three passes of 128",
         "8 (D: 4 · 2)",

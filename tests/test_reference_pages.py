@@ -309,7 +309,7 @@ ENTRY = re.compile(r"^(.+) \{ #([\w-]+) \}\n:   ((?:.+\n?)+)", re.M)
 WANTED = (
     "TMEM;UMMA, tcgen05.mma;mbarrier;Phase;Parity;CTA pair;DSMEM;TMA;Warpgroup;Correction;Rescale;"
     "MUFU;Cody-Waite;Issue slot;Roofline ceilings;Swizzle;Descriptor;Packed sequences;Bottom-right;"
-    "LSE;Oracle;Conformance;Executed log;Evidence;Rewritten;Adversary;Mutation"
+    "Replay;Thread place;LSE;Oracle;Conformance;Executed log;Evidence;Rewritten;Adversary;Mutation"
 ).split(";")
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ladder's numbers are those of the stages' pages, and come from the kernels they name."""
 
+from pathlib import Path
+
 import flash_ladder
 import pytest
 from flash_ladder.common import rungs
@@ -22,6 +24,16 @@ def test_cycles_are_those_of_the_page_of_the_backward():
     assert [rung.kernel.tag for rung in (one, pair)] == ["07/backward_1cta", "07/backward_2cta"]
     row = f"| cycles | {pair.cycles:.0f} | {one.cycles:.0f} | {one_64.cycles:.0f} |"
     assert row in page(7)
+
+
+def test_the_start_page_says_what_04_costs_and_06_saves():
+    """At head dim 64 in the model: 04 more than 03, 06 less than 05 by under half a percent."""
+    three, four, five, six = (rungs.rung(number, "", 64).cycles for number in (3, 4, 5, 6))
+    index = Path(__file__).parent.parent / "docs" / "index.md"
+    text = " ".join(index.read_text(encoding="utf-8").split())
+    assert f"04 costs {100 * (four / three - 1):.0f} % at head dim 64 in the model (D)" in text
+    assert "06 saves tensor-memory traffic, not cycles" in text
+    assert 0 <= 1 - six / five < 0.005 < 1 - five / four
 
 
 @pytest.mark.parametrize("number", flash_ladder.built())

@@ -3,6 +3,7 @@
 
 import pathlib
 import re
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -240,6 +241,88 @@ def test_leaving_out_the_first_arrival_at_o_rescaled_deadlocks_as_page_04_says()
         assert re.search(named, str(stuck.value)), named
         assert f"`{waiting}` waits for `{barrier}`, to which `{comes}` has to come" in page
         waiting = comes
+
+
+def _without_the_last_wait(machine) -> Run:
+    """Stage 04 with three key tiles and without the wait of SOFTMAX0 before it leaves l behind."""
+    waits = []
+
+    def skip(agent, verb, barrier, line):
+        found = (agent, verb, barrier) == ("SOFTMAX0", "wait", "stats_empty0")
+        waits.extend([line] * found)
+        return found and len(waits) == 4  # one for each key tile, then the one for l
+
+    with observe(lambda: Ordering("practice"), skip=skip):
+        run = load(4).simulate(*_problem(256, 3, 64), machine=machine)
+    assert len(waits) == 4
+    return run
+
+
+def test_leaving_out_the_last_stats_empty_fails_as_page_04_says():
+    """A race in any case; a CORRECTION that comes late takes two phases of stats_full for none."""
+    (finding,) = _without_the_last_wait(B200).findings
+    assert re.search(r"write sStats \(SOFTMAX0.* read sStats \(CORRECTION", finding)
+    with pytest.raises(
+        Deadlock, match=r"CORRECTION waits for stats_full0 \(parity 0, now in phase 4"
+    ):
+        _without_the_last_wait(B200.with_changes({"tmem": 8}))
+    assert "With a slow tensor memory the model shows it (D" in _page_04()
+
+
+def _chain(number: int) -> list[float]:
+    """Cycles of tile 0 from S full to P full, to the issue of its next S, in QK, to its S full."""
+    trace = [
+        s for s in _run(number, rows=256, key_tiles=12, head_dim=128).trace if s.tile in (4, 5)
+    ]
+    find = lambda tile, *key: next(
+        s for s in trace if (s.role, s.engine, s.op, s.tile) == (*key, tile)
+    )
+    full = [find(tile, "SOFTMAX0", "barrier", "s_full0").end for tile in (5, 4)]
+    p_full = find(5, "MMA", "barrier", "p_full0").end
+    product, pv = find(4, "MMA", "tensor", "S0"), find(5, "MMA", "tensor", "O0")
+    assert (pv.start, pv.end - pv.start) == pytest.approx((p_full, 512))
+    times = full[0], p_full, product.start, product.end, full[1]
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def test_pages_03_and_04_take_the_chain_apart():
+    """In stage 04 PV runs while the MMA warp waits for K, in 03 the next QK starts when PV ends."""
+    third, fourth = (" ".join((load(n).folder / "README.md").read_text().split()) for n in (3, 4))
+    softmax, pv, qk, seen = _chain(3)
+    assert f"{softmax:.0f} from S full to P full" in third and f"{pv:.0f} for PV, {qk:.0f}" in third
+    assert f"with loads, {seen:.0f} until the softmax warps see S" in third
+    softmax, wait, qk, seen = _chain(4)
+    assert wait > 512
+    told = f"{softmax:.0f} from S full to P full, {wait:.0f} in which the MMA warp, PV (512) issued"
+    assert told in fourth
+    assert f"K, {qk:.0f} for QK (512 alone; other work meets it), and {seen:.0f} until" in fourth
+    total = 2 * _cycles(4, 128)
+    assert softmax + wait + qk + seen == pytest.approx(total)
+    share = TENSOR_CYCLES / _cycles(4, 128)
+    assert (
+        f"{total:.0f} cycles, twice" in fourth
+        and f"comes to {share:.0%}".replace("%", " %") in fourth
+    )
+
+
+def test_page_01_says_what_smaller_key_tiles_cost(monkeypatch):
+    """Cycles of 128 keys with tiles of 16 and 32, and what of the CTA's work they are."""
+    found = {}
+    for size in (32, 16):
+        monkeypatch.setitem(load(1).config.TILE_N, 128, size)
+        trace = _run(1, rows=128, key_tiles=1, head_dim=128).trace
+        for span in trace:
+            key = "barrier" if span.engine == "barrier" else (span.op, span.engine)
+            found[size, key] = found.get((size, key), 0) + span.end - span.start
+        found[size, "all"] = derived.steady_cycles(load(1), B200, 128) * 128 / size
+    more = lambda key: round(found[16, key] - found[32, key])
+    page = " ".join((load(1).folder / "README.md").read_text(encoding="utf-8").split())
+    said = (
+        f"128 keys take {more('all')} cycles more (D): {more(('load', 'latency'))} for these "
+        f"loads, {more(('mma_qk', 'smem'))} for reading Q, {more(('rescale', 'fma'))} for "
+        f"rescaling O, {more('barrier')} for the barriers."
+    )
+    assert said in page
 
 
 # ---- the page ------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from flash_ladder.common import (
     build_study,
     contract,
     error_study,
+    exp2_output,
     inputs,
     judging,
     numerics,
@@ -208,6 +209,16 @@ def test_the_error_study_is_what_is_committed():
 
 
 _NUMBERS = {*error_study.SOURCES, "half"}
+
+
+@pytest.mark.parametrize("row", error_study.results(), ids=lambda r: f"{r['inputs']}-{r['dtype']}")
+def test_scores_in_16_bits_outweigh_all_roundings_of_the_kernel(row):
+    """What the page says of torch: its scores are rounded, all else here is float64."""
+    of = exp2_output.case(row["inputs"], exp2_output.DTYPES[row["dtype"]])
+    scores = (of.q @ of.k.mT * of.scale).to(of.dtype).double()
+    error = (torch.softmax(scores, -1) @ of.v - of.truth["out"]).square().mean().sqrt()
+    assert error > 1.5 * row["all"]
+    assert "scores to 16 bits; that alone outweighs all" in " ".join(TEXTS["numerics"].split())
 
 
 def test_all_generators_are_named():

@@ -71,7 +71,7 @@ DRAWINGS = {
     ),
     "mbarrier-phases": Drawing(
         ring.draw,
-        "two tiles through a ring of one slot, a column a step",
+        "two tiles through a ring of one slot, a column a step; ½: half of the tile's bytes",
         "mbarriers of the SM model, common/model/barrier.py",
     ),
     "swizzle-pattern": Drawing(

@@ -57,7 +57,7 @@ def rows() -> list[list[str]]:
 
 
 def more() -> list[tuple]:
-    """A table for readers without scripts: the first tile of each kernel on each machine."""
+    """A table for readers without scripts: a tile of each kernel on each machine."""
     kernels = {
         f"{name}{', pair' * pair}": (formula, pair)
         for name, formula in (("forward", forward), ("backward", backward))
@@ -77,7 +77,12 @@ def more() -> list[tuple]:
         for name, machine, row in found
     ]
     headings = ("kernel, machine", *RESOURCES.values(), "TFLOP/s at most")
-    return [("cycles of one CTA for its first tile, head dim 128", headings, rows)]
+    speeds = ", ".join(
+        f"{name} of {figures['sms']:g} SMs at {figures['clock'] / 1e9:g} GHz"
+        for name, figures in machines().items()
+    )
+    caption = f"cycles of one CTA for a tile of {PIECE} × {PIECE}, head dim 128; {speeds}"
+    return [(caption, headings, rows)]
 
 
 def draw_sm() -> Board:
