@@ -14,7 +14,7 @@ Runs: host.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,7 +69,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return None, None, None, None, None
-        given = *ctx.saved_tensors[:5], dout, dlse, ctx.stage, ctx.problem
+        q, k, v, out, lse, *lengths = ctx.saved_tensors
+        problem = ctx.problem
+        if lengths:  # hooks on saved tensors may have kept other ones
+            mask = problem.mask.with_lengths(lengths[:2], lengths[2:], problem.mask.rows)
+            problem = replace(problem, mask=mask)
+        given = q, k, v, out, lse, dout, dlse, ctx.stage, problem
         with execution(*ctx.execution):  # autograd calls this in a thread of its own
             recorded = torch.is_grad_enabled()  # with create_graph=True
             gradients = _Gradient.apply(*given) if recorded else _gradients(*given)

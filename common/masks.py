@@ -42,7 +42,7 @@ class Mask:
     the sequences lie one after the other, in tensors (1, total, h, d). batch: how many there are,
     none longer than max_seqlen_q and max_seqlen_k. lengths: (cu_seqlens_q, cu_seqlens_k, seqused_q,
     seqused_k), contiguous int32 on the tensors' device, each may be None; None where each batch
-    entry is a sequence. rows: of q and k, where there are lengths.
+    entry is a sequence with all its rows. rows: of q and k, where there are lengths.
     """
 
     left: int
@@ -194,7 +194,7 @@ def mask_without_lengths(q: Tensor, k: Tensor, sides, cu, used, most) -> Mask:
         for name, given, rows in zip("qk", most, rows_of(q, k))
     ]
     for name, values in zip(("cu_seqlens_q", "cu_seqlens_k"), cu):
-        if packed and values.device.type == "cpu" and (values.diff() < 0).any():
+        if packed and values.device.type == "cpu" and (values[1:] < values[:-1]).any():
             raise ValueError(f"{name} must never fall; got {values.tolist()}")
     return Mask(*sides, packed, batch, *longest)
 
@@ -269,6 +269,8 @@ def _check_integers(name: str, values, count: int, device: torch.device) -> None
         return
     if not isinstance(values, Tensor) or values.dtype != torch.int32:
         raise TypeError(f"{name} must be an int32 tensor; got {described(values)}")
+    if values.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor; got a {values.layout} one")
     if values.shape != (count,):
         raise ValueError(f"{name} must have shape ({count},); got {tuple(values.shape)}")
     if values.device != device:

@@ -9,7 +9,7 @@ Note [Known problems]
     checks come next. So a call that nobody traces, of tensors whose shapes, strides and dtypes were
     found right before, goes to the kernels directly, by an autograd.Function that saves what the
     operator saves: activation checkpointing may meet one in the forward and the other when it
-    computes again. What depends on the numbers in cu_seqlens and seqused is made anew each time.
+    computes again. The addresses of cu_seqlens and seqused are taken anew each time.
 
 Note [Grouped heads]
     With h query heads and hk heads of K and V, query head i reads head i // (h / hk). K and V are
@@ -166,10 +166,10 @@ class _ShortCut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, *options):
-        *lengths, ctx.numbers, problem, lie_well = options
-        ctx.problem = _with_lengths(problem, q, k, lengths)
+        *ctx.lengths, ctx.numbers, problem, lie_well = options
+        ctx.problem = _with_lengths(problem, q, k, ctx.lengths)
         out, lse = _forward(ctx.problem, lie_well, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse, *lengths)
+        ctx.save_for_backward(q, k, v, out, lse, *ctx.lengths)
         ctx.set_materialize_grads(False)  # what of dout and dlse is not asked for stays None
         return out, lse
 
@@ -182,7 +182,10 @@ class _ShortCut(torch.autograd.Function):
             given = dout, dlse, q, k, v, out, lse, *lengths, *ctx.numbers
             gradients = torch.ops.flash_ladder.attention_backward(*given)
         else:
-            gradients = _backward(ctx.problem, dout, dlse, q, k, v, out, lse)
+            problem = ctx.problem
+            if any(x is not y for x, y in zip(lengths, ctx.lengths)):  # a hook has kept others
+                problem = _with_lengths(problem, q, k, lengths)
+            gradients = _backward(problem, dout, dlse, q, k, v, out, lse)
         return (*gradients, *(None,) * 7)
 
 

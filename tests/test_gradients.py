@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The op with its gradients, and the contract's checks of them, on kernels written in torch."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -187,17 +188,75 @@ def test_a_stage_without_a_backward_still_refuses(stage):
         stage.attention(q.clone().requires_grad_(), q, q)
 
 
-def test_lengths_that_change_before_the_backward_are_found(monkeypatch):
+def _masked(**options):
+    """A packed q that requires grad, and the problem of stage 08 with it as q, k and v."""
+    q = torch.zeros(4, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    return q, check(load(8), q, q, q, need_cuda=False, **options)
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_lengths_that_change_before_the_backward(monkeypatch, hooks):
+    """Found by their version; of hooks on saved tensors those count that they kept."""
+    seen = []
     empty = lambda stage, problem, q, k, v: launch.empty_results(problem, q)
     monkeypatch.setattr(gradients, "forward", empty)
+    monkeypatch.setattr(gradients, "_gradients", lambda *given: seen.append(given[-1]) or given[:3])
     cu_seqlens = torch.tensor([0, 1, 4], dtype=torch.int32)
     given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": torch.tensor([0, 2, 4]).int()}
-    q = torch.zeros(4, 1, 64, dtype=torch.bfloat16, requires_grad=True)
-    problem = check(load(8), q, q, q, need_cuda=False, **given)
-    out, _ = gradients.attend(load(8), problem, *problem.batched(q, q, q))
+    q, problem = _masked(**given, seqused_k=torch.tensor([1, 2]).int())
+    keep = (lambda x: x.clone(), lambda x: x)
+    with torch.autograd.graph.saved_tensors_hooks(*keep) if hooks else contextlib.nullcontext():
+        out, _ = gradients.attend(load(8), problem, *problem.batched(q, q, q))
     cu_seqlens[1] = 3
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
+    if not hooks:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        return
+    out.sum().backward()
+    (mask,) = (given.mask for given in seen)
+    assert [tuple(row) for row in mask.sequences().rows] == [(0, 1, 0, 1), (1, 3, 2, 2)]
+
+
+def test_kernels_of_a_masked_backward_get_what_they_look_at(monkeypatch):
+    """Preprocess and postprocess the queries' side, the middle all; see `compile.arguments`."""
+    started = []
+    monkeypatch.setattr(gradients, "kernel_for", lambda source, *where: source.kind)
+    monkeypatch.setattr(gradients, "start", lambda kind, *given: started.append((kind, given)))
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+    rows = [0, 1, 4], [0, 2, 4], [1, 2], [2, 1]
+    lengths = [torch.tensor(row, dtype=torch.int32) for row in rows]
+    q, problem = _masked(**dict(zip(names, lengths)), max_seqlen_q=3, max_seqlen_k=2, causal=True)
+    q4 = problem.batched(q.detach())[0]
+    saved = gradients.Saved(q4, q4, q4, q4, torch.zeros(1, 1, 4))
+    workspace = gradients.Workspace.empty(saved, mask=problem.mask)
+    gradients.backward(load(8), problem, saved, q4, None, workspace)
+    assert [kind for kind, _ in started] == ["preprocess", "backward", "postprocess"]
+    cu_q, cu_k, used_q, used_k = (x.data_ptr() for x in lengths)
+    of_q = (cu_q, used_q, 2, 3)
+    assert started[0][1][-4:] == of_q == started[2][1][-4:]
+    assert started[1][1][-9:] == (cu_q, cu_k, used_q, used_k, 2, 3, 2, problem.mask.left, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "zero"),
+    [
+        ({}, ""),
+        ({"causal": True}, ""),
+        ({"window_size": (None, -3), "rows_k": 6}, "kv"),  # no query sees the last keys
+        ({"window_size": (-5, 3)}, "qkv"),  # nobody sees anything
+        ({"seqused_q": torch.tensor([3], dtype=torch.int32)}, "qkv"),
+    ],
+)
+def test_gradients_are_0_where_kernels_may_not_write_all(options, zero):
+    options = dict(options)
+    rows_k = options.pop("rows_k", 4)
+    q, k = torch.zeros(1, 4, 1, 64).bfloat16(), torch.zeros(1, rows_k, 1, 64).bfloat16()
+    problem = check(load(8), q, k, k, need_cuda=False, **options)
+    nan = lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device)
+    saved = gradients.Saved(q, k, k, q, torch.zeros(1, 1, 4))
+    made = gradients.Workspace.empty(saved, nan, problem.mask)
+    found = {name: not getattr(made, f"d{name}").any() for name in "qkv"}
+    assert found == {name: name in zero for name in "qkv"}
 
 
 # ---- statistics ----------------------------------------------------------------------------

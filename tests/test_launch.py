@@ -2,11 +2,13 @@
 """What a launch accepts and refuses beyond `contract.refusals`."""
 
 import dataclasses
+import itertools
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from flash_ladder import load
 from flash_ladder.common import inputs
 from flash_ladder.common import launch as launching
 from flash_ladder.common.envelope import MAX_GRID, Problem, check
@@ -182,7 +184,37 @@ def test_the_second_call_looks_nothing_up(stage, monkeypatch):
     assert [row["dtype"] for row in found] == ["float16", "bfloat16"]
 
 
+def test_every_kernel_has_its_own_entry(monkeypatch):
+    """By stage and part, mode, log, dtype, head dim and GPU."""
+    monkeypatch.setattr(launching, "_KERNELS", {})
+    made = lambda stage, problem, device: (
+        stage.tag, *launching.current_execution(), problem.dtype, problem.head_dim, device.index
+    )  # fmt: skip
+    monkeypatch.setattr(launching, "_find_kernel", made)
+    stages = load(7), load(7).part("preprocess"), load(8)
+    runs = (None, False), ("native", False), ("rewritten", False), ("rewritten", True)
+    for source, run, dtype, head_dim, index in itertools.product(
+        stages, runs, ("float16", "bfloat16"), (64, 128), range(2)
+    ):
+        problem = Problem(1, 128, 128, 1, head_dim, dtype, 1.0)
+        with launching.execution(*run):
+            found = launching.kernel_for(source, problem, torch.device("cuda", index))
+        assert found == (source.tag, *run, dtype, head_dim, index)
+    assert len(launching._KERNELS) == 3 * 4 * 2 * 2 * 2
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_rewritten_kernel_is_looked_for_with_its_log(stage, monkeypatch, log):
+    monkeypatch.setattr(launching, "_KERNELS", {})
+    monkeypatch.setattr(launching, "modes", lambda *_: ["native", "rewritten"])
+    monkeypatch.setattr("flash_ladder.common.hopper.run.hopper_kernel", lambda *given: given[-1])
+    problem = Problem(1, 128, 128, 1, 64, "float16", 1.0)
+    with launching.execution("rewritten", log=log):
+        assert launching.kernel_for(stage, problem, torch.device("cuda", 0)) is log
+
+
 def test_a_mode_that_the_gpu_does_not_have_is_refused(stage, monkeypatch):
+    monkeypatch.setattr(launching, "_KERNELS", {})
     monkeypatch.setattr(launching, "native_arch", lambda device: "sm_80")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")

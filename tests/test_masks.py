@@ -126,6 +126,18 @@ REFUSED = {
         TypeError,
         "cu_seqlens_q must be an int32 tensor; got a torch.int64 tensor of shape (3,) on cpu",
     ),
+    "sparse lengths": (
+        None,
+        CU | {"cu_seqlens_q": _int(0, 1, 4).to_sparse()},
+        TypeError,
+        "cu_seqlens_q must be a dense (strided) tensor; got a torch.sparse_coo one",
+    ),
+    "lengths that fall by more than an int32": (
+        None,
+        CU | {"cu_seqlens_k": _int(0, 2**31 - 1, -(2**31))},
+        ValueError,
+        "cu_seqlens_k must never fall; got [0, 2147483647, -2147483648]",
+    ),
     "a list of used lengths": (
         2,
         {"seqused_k": [1, 2]},
@@ -288,6 +300,7 @@ def test_packed_sequences():
         ((0, 3, 99), {}, [(0, 3), (3, 1)]),
         ((0, 77, 99), {}, [(0, 4), (4, 0)]),
         ((-3, 2, 2), {}, [(0, 2), (2, 0)]),
+        ((-(2**31), 2, 2**31 - 1), {}, [(0, 2), (2, 2)]),
     ],
 )
 def test_lengths_stay_within_the_tensor(cu_q, options, rows_q):
