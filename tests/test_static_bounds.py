@@ -188,6 +188,13 @@ def test_page_08_shows_what_the_code_shows(dsl):
     ]
     text = " ".join(page.split())
     assert "the MMA warp takes {:.0f} slots a tile instead of {:.0f}:".format(*mma) in text
+    more = [
+        compiled(8, head_dim, "backward_1cta").model.slots_per_element
+        / compiled(7, head_dim, "backward_1cta").model.slots_per_element
+        for head_dim in (128, 64)
+    ]
+    told = "the loop has {:.0f} % more at head dim 128 and {:.0f} % more at 64 (D)"
+    assert told.format(*(100 * ratio - 100 for ratio in more)) in text
     loops = [facts(number, 128)["slots"] for number in (7, 8)]
     assert "28 emulated | {:.2f} (D) | {:.2f} (D) |".format(*loops) in page
 
