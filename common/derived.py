@@ -334,12 +334,17 @@ def print_report(report: Report, console: Console, table) -> None:
     problem = f"b1 s{sizes.seqlen} h{sizes.heads} d{sizes.head_dim}{mask}"
     say(
         f"Problem {problem}: {whole.ctas} {unit}s on {report.run.machine['sms']:.0f} SMs{beside} "
-        f"(busy {whole.balance:.0%} of the time), {whole.seconds * 1e3:.3g} ms, "
-        f"{whole.tflops:.3g} TFLOP/s (derived, not measured)"
+        f"(busy {whole.balance:.0%} of the time), {_digits(whole.seconds * 1e3)} ms, "
+        f"{_digits(whole.tflops)} TFLOP/s (derived, not measured)"
     )
     say("Assumed:")
     for line in timeline.ASSUMPTIONS[: None if sizes.mask else -1]:
         say(f"- {line}")
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all before the point, where three would need an exponent: 0.198, 1,307."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def print_roofline(found: roofline.Roofline, console: Console, table) -> None:

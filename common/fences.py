@@ -434,7 +434,7 @@ RESULT_HEADINGS = [
     "GPU",
     "code",
     "kernel",
-    "registers",
+    "registers, as assembled on that machine",
     "cases",
     "failed",
     "tightest comparison",

@@ -219,6 +219,26 @@ def softmax_loop(kernel: Kernel) -> Loop | None:
     return steady_loop(kernel, "softmax") or steady_loop(kernel, "mainloop")
 
 
+def p_latency(loop: Loop) -> tuple[int, int] | None:
+    """Replayed cycles of one warp from its first load of S to 3/4 and to all of P stored.
+
+    None for a loop that stores nothing to tensor memory.
+    """
+    instructions = loop.instructions
+    start = next((at for at, i in enumerate(instructions) if i.opcode.startswith("LDTM")), 0)
+    stores = [
+        (at, tmem_registers([i], "STTM"))
+        for at, i in enumerate(instructions)
+        if i.opcode.startswith("STTM")
+    ]
+    total, stored, latencies = sum(size for _, size in stores), 0, []
+    for at, size in stores:
+        if stored < 0.75 * total <= stored + size or stored + size == total:
+            latencies.append(round(replay(instructions[start : at + 1], 1)))
+        stored += size
+    return (latencies[0], latencies[-1]) if latencies else None
+
+
 def mma_flop(mmas: list[Mma]) -> float:
     """Return FLOP on one SM; two SMs share an MMA that is issued for a CTA pair."""
     return sum(2 * x.m * x.n * _MMA_DEPTH / (2 if x.pair else 1) for x in mmas if x.m)
@@ -305,7 +325,7 @@ class _Builder:
             load_loop_instructions=len(load.instructions) if load else None,
             replay_one_warp=round(replay(loop.instructions, 1), 1),
             replay_two_warps=round(replay(loop.instructions, 2) * self.iterations, 1),
-            p_latency=None if self.backward else self._p_latency(),
+            p_latency=None if self.backward else p_latency(self.loop),
             stall_sum=sum(i.stall for i in loop.instructions),
             cycles={name: round(value, 1) for name, value in self.cycles.items()},
             bound_by=max(bound, key=bound.get),
@@ -396,19 +416,3 @@ class _Builder:
             guessed=sum(1 for x in unknown if not x.m),
             shared_bytes=mma_shared_bytes(mmas) * scale,
         )
-
-    def _p_latency(self) -> tuple[int, int] | None:
-        """Replayed cycles of one warp from its first load of S to 3/4 and to all of P stored."""
-        instructions = self.loop.instructions
-        start = next((at for at, i in enumerate(instructions) if i.opcode.startswith("LDTM")), 0)
-        stores = [
-            (at, tmem_registers([i], "STTM"))
-            for at, i in enumerate(instructions)
-            if i.opcode.startswith("STTM")
-        ]
-        total, stored, latencies = sum(size for _, size in stores), 0, []
-        for at, size in stores:
-            if stored < 0.75 * total <= stored + size or stored + size == total:
-                latencies.append(round(replay(instructions[start : at + 1], 1)))
-            stored += size
-        return (latencies[0], latencies[-1]) if latencies else None

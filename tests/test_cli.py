@@ -248,6 +248,14 @@ def test_model_prints_engines_cycles_and_a_derived_time(ladder):
     assert max(map(len, out.splitlines())) <= 80 and "…" not in out
 
 
+def test_model_prints_large_numbers_without_an_exponent(ladder):
+    sizes = "--seqlen", "1048576", "--heads", "16", "--head-dim", "64"
+    shown = " ".join(ladder("model", "6", *sizes)[1].split())
+    found = json.loads(ladder("model", "6", *sizes, "--json")[1])["derived"]
+    assert min(found["seconds"] * 1e3, found["tflops"]) > 1000
+    assert f", {found['seconds'] * 1e3:,.0f} ms, {found['tflops']:,.0f} TFLOP/s (derived" in shown
+
+
 def test_model_says_who_uses_the_port_of_shared_memory(ladder):
     pair = ("model", "7", "--part", "backward_2cta", "--seqlen", "512", "--heads", "1")
     code, out, _ = ladder(*pair)

@@ -9,6 +9,7 @@ import torch
 from flash_ladder import load
 from flash_ladder.common import exp2, minimax
 from flash_ladder.common.compile import compile_stage
+from flash_ladder.common.mutation import mutate, stage_subject
 from flash_ladder.common.ptx import read
 
 STAGE = load(5)
@@ -86,3 +87,20 @@ def test_emulating_more_relieves_the_mufu_in_the_model(monkeypatch):
         busy.append(spent)
     assert busy[0]["mufu"] > busy[1]["mufu"] > busy[2]["mufu"]
     assert busy[0]["fma"] < busy[1]["fma"] < busy[2]["fma"]
+
+
+def test_the_page_says_how_many_sites_are_redundant():
+    """In the model, where each role has fences of its own, and in the compiled code."""
+    report = mutate(stage_subject(STAGE, 128))
+    counts, sites = report.counts(), len(report.verdicts)
+    (compiled,) = (row["counts"] for run in STAGE.evidence["runs"] for row in run["mutation"])
+    redundant = [row.site for row in report.verdicts if row.label == "redundant"]
+    start = [site for site in redundant if site.function == "begin"]
+    roles = len(CONFIG.plan(128).roles)
+    page = " ".join((STAGE.folder / "README.md").read_text(encoding="utf-8").split())
+    assert (
+        f"Of {sites} waits, arrivals and fences deleted from the *model* in turn, "
+        f"{sites - counts['redundant']} are noticed; the other {counts['redundant']} are redundant"
+    ) in page
+    assert len(start) == 2 * roles == 14 and "14 of those are two fences that seven roles" in page
+    assert f"of its {compiled['sites']} sites {compiled['redundant']} are redundant (M" in page

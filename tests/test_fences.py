@@ -357,6 +357,7 @@ def test_results_mark_every_number(pair):
     page = fence('results stage="01"')
     source = "measured: NVIDIA H200, driver 580.159.04, 2026-11-29, flash-ladder verify 1"
     measured = f'<abbr class="fl-mark" title="{source}">M</abbr>'
+    assert "<th>registers, as assembled on that machine</th>" in page
     assert re.search(r'<td>250 <abbr [^>]*"measured: machine code compiled for sm_90a with', page)
     assert "tolerance rule of common.numerics" in page
     for number in ("60", "0", "0.00125", "0.0025"):

@@ -134,6 +134,7 @@ EXCHANGED = PLAN7.barrier("dx_full").tx_bytes
 GROUP = Plan(roles=(Role("A", range(4)),))
 FORWARD, HALF = roofline.forward(), roofline.forward(head_dim=64)
 BACKWARD, PAIR = roofline.backward(), roofline.backward(pair=True)
+PORT = 128 * 128 * 2 / B200["smem"]  # cycles of the port for a tile of 16 bits
 PEAK = B200["tensor"] * B200["sms"] * B200["clock"]
 BYTES, FLOP = 2 * 32768**2 * 2, 2 * 2 * 32768**2 * 128  # S of a head out and in; both products
 
@@ -147,6 +148,11 @@ def _emulation_cost() -> int:
 def _source(figure: str) -> str:
     """Who measured a figure of the B200: what its source names before the details."""
     return re.split(", second-hand|:", B200.figures[figure].source)[0]
+
+
+def _operands(kernel: roofline.Roofline) -> float:
+    """Cycles of the port in which MMAs read their operands."""
+    return kernel.smem_parts["MMA operands"]
 
 
 SAID = {  # page: what it says, made from the code that the numbers come from
@@ -251,6 +257,9 @@ SAID = {  # page: what it says, made from the code that the numbers come from
             for name, alone, paired in pair.shared_memory_rows()
         ),
         f"of {PAIR.mma:.0f} that the products take | {BACKWARD.smem:.0f} | {PAIR.smem:.0f} |",
+        f"S and dP, {4 * PORT:.0f} → {3 * PORT:.0f}, dV and dK, {2 * PORT:.0f} → {PORT:.0f}, "
+        f"and dQ, {2 * PORT:.0f} → {2 * PORT:.0f} (D)",
+        f"their sum falls to {100 * _operands(PAIR) / _operands(BACKWARD):.0f} % as well",
         f"{PLAN7.barrier('q_full').tx_bytes:,} for two halves of a tile".replace(",", " "),
         f"count is {PLAN7.barrier('p_full').arrivals(PLAN7)} (D)",
         f"{EXCHANGED // 1024} KiB each way (D",
@@ -279,6 +288,10 @@ def test_prose_says_what_the_code_says(page):
 def _order() -> list[str]:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1].split("\n\n")[0]
     return re.findall(r" primers/(\S+)\.md$", nav, re.M)
+
+
+def test_the_operands_that_the_page_of_pairs_lists_are_all():
+    assert (_operands(BACKWARD), _operands(PAIR)) == (8 * PORT, 6 * PORT)
 
 
 def test_every_primer_is_in_the_navigation_before_the_stages():

@@ -380,6 +380,35 @@ def test_the_pages_of_stages_02_and_03_show_the_steady_cycles():
     assert f"it is {_cycles(3, 64):.0f} a tile" in third
 
 
+def test_page_05_says_how_long_mma_waits_for_k_in_stage_04():
+    """In the steady state, from V of a key tile to V of the next, at tiles 8 and 9."""
+    spans = [s for s in _run(4, 256, 16, 128).trace if (s.role, s.engine) == ("MMA", "barrier")]
+    waits = [s for s in spans if s.op.startswith("kv_full") and s.tile in (8, 9)]
+    waits.sort(key=lambda span: span.start)
+    cycles = {round(span.end - span.start) for span in waits[::2]}  # K; between them V
+    (k,), round_ = cycles, waits[2].start - waits[0].start
+    page = " ".join((load(5).folder / "README.md").read_text(encoding="utf-8").split())
+    assert f"MMA waits {k} of {round_:.0f} cycles for the next K (D)" in page
+    assert round_ == pytest.approx(2 * _cycles(4, 128), abs=1)
+
+
+def test_page_02_says_what_a_key_tile_waits_for():
+    """In the steady state, at tile 4: loads, both products with their latency, the softmax."""
+    spans = [s for s in _run(2, 128, 8, 128).trace if s.engine == "barrier" and s.tile == 4]
+    found = {span.op: span for span in spans}
+    loads, scores, output = (found[name] for name in ("kv_full[0]", "s_full", "o_full"))
+    cycles = [span.end - span.start for span in (loads, scores, output)]
+    cycles.insert(2, output.start - scores.end)
+    page = " ".join((load(2).folder / "README.md").read_text(encoding="utf-8").split())
+    assert "| {:.0f} | {:.0f} | {:.0f} | {:.0f} | {:.0f} |".format(*cycles, sum(cycles)) in page
+    parts = cycles[0], cycles[1] - TENSOR_CYCLES / 2, cycles[3] - TENSOR_CYCLES / 2
+    told = "hand-overs cost {:.0f} cycles (D: {:.0f} + {:.0f} + {:.0f}), not 2000"
+    assert told.format(sum(parts), *parts) in page
+    assert f"{B200['tma_latency']:.0f} of them are the latency which the model assumes" in page
+    predicted = int(re.search(r"QK 512 cycles, softmax (\d+), PV 512", page)[1])
+    assert f"softmax is {predicted - cycles[2]:.0f} shorter than predicted" in page
+
+
 @pytest.mark.parametrize("length", (1024, 2048, 4096, 8192, 16384))
 def test_the_page_of_the_masks_shows_what_they_cost(length):
     """TFLOP/s of the forward and of the backward's pair, full and causal, and their ratio."""

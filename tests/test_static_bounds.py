@@ -13,7 +13,7 @@ from flash_ladder.common.contract import read_kernel
 from flash_ladder.common.sass import MissingTool, SassReport
 from flash_ladder.common.sass_isa import tmem_registers
 from flash_ladder.common.sass_loops import inclusive
-from flash_ladder.common.sass_model import softmax_loop, steady_loop
+from flash_ladder.common.sass_model import p_latency, replay, softmax_loop, steady_loop
 
 ROOT = Path(__file__).parent.parent
 PTXAS = "V12.9.83"  # the assembler that the pages name
@@ -112,6 +112,62 @@ def test_page_05_says_where_its_prediction_fails(dsl):
     assert min(late) > BOUNDS[128]["p_first"] and f"{told} {BOUNDS[128]['p_first']} (D)" in text
 
 
+def _page_05() -> str:
+    return " ".join((load(5).folder / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_page_05_says_what_both_copies_of_the_loop_take(dsl):
+    """Of bf16 at head dim 128; the table has the one that the report takes, the shorter."""
+    found = compiled(5, 128)
+    loops = [row for row in found.kernel.loops if row.counts["EX2"]]
+    loops.sort(key=lambda loop: len(loop.instructions))
+    assert len(loops) == 2 and loops[0] is softmax_loop(found.kernel)
+    (table, other), two = [p_latency(loop) for loop in loops], replay(loops[1].instructions, 2)
+    assert table == found.model.p_latency and table > other  # so the prediction is about the worse
+    assert all(time <= BOUNDS[128][name] for time, name in zip(table, ("p_first", "p_all")))
+    told = "in the other P takes {} and {} cycles, and two warps {:.0f} (D)"
+    assert told.format(*other, two) in _page_05()
+    assert "by the worse copy: three quarters of P take {} cycles, all of it {}.".format(
+        *table
+    ) in (_page_05())
+
+
+def test_page_05_says_what_an_emulated_exponential_costs(dsl):
+    """From the counts of the loops of stages 04 and 05; 43 of 128 is where slots and MUFU meet."""
+    before, after = (compiled(number, 128).model for number in (4, 5))
+    n, cycles = after.exp2_emulated, (before.cycles, after.cycles)
+    named = {name: [row[f"softmax_{name}"] for row in cycles] for name in ("mufu", "issue", "fma")}
+    text = _page_05()
+    for name, (a, b) in named.items():
+        high, low = max(a, b), min(a, b)
+        assert f"({high:.0f} − {low:.0f}) / {n}" in text, name
+    mufu, slots, fma = (abs(a - b) / n for a, b in named.values())
+    assert f"takes {mufu:.0f} cycles from the MUFU" in text
+    assert f"adds {slots:.1f} issue slots" in text and f"adds {fma:.0f} cycles of the FMA" in text
+    issue = before.cycles["issue_all_max"]
+    assert f"Without emulation a tile has {issue} issue cycles" in text
+    level = round((named["mufu"][0] - issue) / (mufu + round(slots, 1)))
+    assert f"level at about {level} of 128" in text
+    assert (
+        f"{issue} + {slots:.1f} · {level} ≈ {named['mufu'][0]:.0f} − {mufu:.0f} · {level})" in text
+    )
+
+
+def test_page_05_says_when_o_is_rescaled(dsl):
+    """Replayed: from the first load of S to `stats_full`, and a turn of four of CORRECTION."""
+    found = compiled(5, 128)
+    softmax = softmax_loop(found.kernel).instructions
+    first = next(at for at, row in enumerate(softmax) if row.opcode.startswith("LDTM"))
+    arrives = next(at for at, row in enumerate(softmax) if row.opcode.startswith("SYNCS.ARRIVE"))
+    stats = replay(softmax[first : arrives + 1], 1)
+    turns = replay(inclusive(found.kernel, steady_loop(found.kernel, "correction"), 1), 1)
+    rescaled = round(turns / 4)  # unrolled by two, of two query tiles
+    told = (
+        f"after 411 + {rescaled} = {411 + rescaled} cycles, before the {found.model.p_latency[0]}"
+    )
+    assert stats == pytest.approx(411, abs=1.5) and told in _page_05()
+
+
 # ---- the backward --------------------------------------------------------------------------
 
 BACKWARD = (("backward_2cta", 128), ("backward_1cta", 128), ("backward_1cta", 64))
@@ -188,6 +244,13 @@ def test_page_08_shows_what_the_code_shows(dsl):
     ]
     text = " ".join(page.split())
     assert "the MMA warp takes {:.0f} slots a tile instead of {:.0f}:".format(*mma) in text
+    more = [
+        compiled(8, head_dim, "backward_1cta").model.slots_per_element
+        / compiled(7, head_dim, "backward_1cta").model.slots_per_element
+        for head_dim in (128, 64)
+    ]
+    told = "the loop has {:.0f} % more at head dim 128 and {:.0f} % more at 64 (D)"
+    assert told.format(*(100 * ratio - 100 for ratio in more)) in text
     loops = [facts(number, 128)["slots"] for number in (7, 8)]
     assert "28 emulated | {:.2f} (D) | {:.2f} (D) |".format(*loops) in page
 

@@ -25,7 +25,7 @@ def operand_bytes(pair: bool) -> int:
 
 
 def draw_mma() -> Board:
-    """A, B and D of a 256 x 128 MMA over the two CTAs."""
+    """A, B and the result of a 256 x 128 MMA over the two CTAs."""
     board = Board(206)
     for cta in range(2):
         x, rows = 4 + 190 * cta, MMA_M // 2
@@ -39,7 +39,7 @@ def draw_mma() -> Board:
         board.arrow(x + 81, 100, x + 81, 112)
         rank, lane, _ = d_position(MMA_M, MMA_N, 2, first, 0)
         assert (rank, lane) == (cta, 0)
-        label = f"D: rows {first} to {first + rows - 1}\nin lanes 0 to {rows - 1}"
+        label = f"result: rows {first} to {first + rows - 1}\nin lanes 0 to {rows - 1}"
         board.box(x + 8, 152, 146, 44, "tmem", label)
         board.arrow(x + 81, 138, x + 81, 150)
     board.arrow(158, 88, 200, 122)
