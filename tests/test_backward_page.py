@@ -2,6 +2,7 @@
 """Page 07: its numbers of the model, the roofline, config and evidence. All derived, no GPU."""
 
 import functools
+import inspect
 import json
 import math
 import re
@@ -10,6 +11,8 @@ import pytest
 import torch
 from flash_ladder import load
 from flash_ladder.common import (
+    contract,
+    contract_gradients,
     derived,
     gradients,
     inputs,
@@ -402,3 +405,18 @@ def test_the_page_shows_the_counts_of_the_evidence():
     assert all(
         row["log"]["clean"] and row["log"]["conforms"] for row in run["kernels"] if "log" in row
     )
+
+
+def test_the_page_says_which_kernels_the_checks_of_gradients_run(monkeypatch):
+    monkeypatch.setattr(contract.Case, "problem", lambda self, device: (self.part, self.head_dim))
+    every = [found for _, found in contract_gradients._each(load(7))]
+    assert sorted(every) == [(ONE, 64), (ONE, 128), (PAIR, 128)]
+    assert [*contract_gradients._problems(load(7))] == [(ONE, 64), (PAIR, 128)]
+    by = lambda name: inspect.getsource(contract_gradients.GRADIENT_CHECKS[f"gradients_{name}"])
+    assert all("in _each(stage" in by(name) for name in ("repeats", "zero_dout"))
+    of_usual = ("strided_dout", "strided_views", "side_stream")
+    assert all("in _problems(stage" in by(name) for name in of_usual)
+    assert (
+        "Repeats and zero dO are among the checks, for the pair and for one CTA at both head dims; "
+        "views and late inputs for the kernel that `attention` takes"
+    ) in TEXT
