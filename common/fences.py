@@ -124,6 +124,11 @@ def html_table(headings: list[str], rows: list[list[str]], caption: str) -> str:
     )
 
 
+def folded(summary: str, body: str) -> str:
+    """HTML that a reader opens who wants it; summary and body are HTML already."""
+    return f'<details class="fl-fold">\n<summary>{summary}</summary>\n{body}\n</details>'
+
+
 def html_code(text: str) -> str:
     """`text` as code, escaped."""
     return f"<code>{html.escape(text)}</code>"
@@ -388,7 +393,12 @@ def config_table(source, language, css_class, options, md, **kwargs) -> str:
     if table == "declared":
         detail += "; the tests compare it with the compiled code"
         note = f"; {DECLARED_COUNTS}"
-    return html_table(headings, rows, f"{table} · head dim {head_dim} {mark('D', detail)}{note}")
+    made = html_table(headings, rows, f"{table} · head dim {head_dim} {mark('D', detail)}{note}")
+    if table != "declared":
+        return made
+    return folded(
+        f"What <code>config.py</code> declares of the compiled code: {len(rows)} facts", made
+    )
 
 
 def roles(source, language, css_class, options, md, **kwargs) -> str:
@@ -553,11 +563,11 @@ def results(source, language, css_class, options, md, **kwargs) -> str:
         '<a href="../../numerics/#the-rule">floor</a>'
     )
     table = html_table(RESULT_HEADINGS, rows, caption) if rows else ""
-    kinds = (_log_lines, _mutation_lines, _sanitizer_lines, _timing_lines)
-    lines = []
-    for run in runs:
-        lines += [_tests_line(run), *(line for kind in kinds for line in kind(run))]
-    return "\n".join([table, *lines])
+    kinds = (_log_lines, _mutation_lines, _sanitizer_lines)
+    first = [line for run in runs for line in (_tests_line(run), *_timing_lines(run))]
+    lines = [line for run in runs for kind in kinds for line in kind(run)]
+    ran = f"What ran, kernel by kernel ({len(rows)}), with logs, mutation and sanitizer"
+    return "\n".join([*first, folded(ran, "\n".join([table, *lines]))])
 
 
 # --- timeline -----------------------------------------------------------------------------------

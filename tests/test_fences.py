@@ -382,6 +382,18 @@ def test_results_tell_of_logs_and_mutation():
     assert "<td>rewritten from sm_100a</td>" in first and "<td>native, sm_90a</td>" in first
 
 
+def test_long_tables_are_folded_and_what_counts_is_not():
+    page = fence('results stage="01"')
+    open_, _, rest = page.partition('<details class="fl-fold">')
+    assert "Tests on" in open_ and "Time on" in open_ and "<table>" not in open_
+    summary = re.search("<summary>(.+?)</summary>", rest)[1]
+    assert f"({rest.count('<tr><td>')})" in summary and rest.rstrip().endswith("</details>")
+    table = lambda name: fence(f'config-table stage="04" head_dim="128" table="{name}"')
+    assert table("declared").startswith('<details class="fl-fold">')
+    assert f"{table('declared').count('<tr><td>')} facts</summary>" in table("declared")
+    assert "<details" not in table("barriers") + table("roles")
+
+
 def test_results_bear_missing_fields(pair):
     worst = {"max_abs": 0.5, "baseline_max_abs": 0.25}
     kernels = [{"key": "bf16-d64", "worst": worst}, {}]
