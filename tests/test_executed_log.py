@@ -505,10 +505,10 @@ ONLY_IN_THE_LOG = {  # has a reason, that of the model, and is noticed: the log 
     "04": ["EPILOGUE bulk_wait"],
     "05": ["EPILOGUE bulk_wait"],
     "06": ["EPILOGUE bulk_wait"],
-    "07/backward_1cta": ["sync staged", "sync dq_staged"],
+    "07/backward_1cta": ["sync dq_staged"],
     "07/backward_2cta": ["sync dq_slot"],
     "08": ["EPILOGUE bulk_wait"],
-    "08/backward_1cta": ["sync staged", "sync dq_staged"],
+    "08/backward_1cta": ["sync dq_staged"],
     "08/backward_2cta": ["sync dq_slot"],
 }
 
