@@ -146,11 +146,12 @@ class Browser:
         """Wait until a JavaScript expression is true."""
         self.wait(lambda: self.run(expression), expression)
 
-    def press(self, *keys: str) -> None:
+    def press(self, *keys: str, control: bool = False) -> None:
         """Press and release keys of KEYS one after the other, as a keyboard does."""
         for key in keys:
             number, text = KEYS[key]
             event = {"key": key, "code": key.strip() or "Space", "windowsVirtualKeyCode": number}
+            event["modifiers"] = 2 * control
             down = {"type": "keyDown", "text": text} if text else {"type": "rawKeyDown"}
             self.send("Input.dispatchKeyEvent", **event, **down)
             self.send("Input.dispatchKeyEvent", **event, type="keyUp")

@@ -169,8 +169,12 @@ def test_arrow_keys_move_the_softmax(tab):
         "ArrowLeft": "Tile 5 of 6: a score lies ",
         "Home": "Nothing has come yet",
         "ArrowLeft+ArrowLeft": "Nothing has come yet",
+        "ArrowUp+ArrowUp": "Tile 2 of 6: ",
+        "ArrowDown": "Tile 1 of 6: ",
     }
     press_each(tab, "tiles that have come", wanted)
+    tab.press("ArrowRight", control=True)  # keys with a modifier are the browser's
+    assert status(tab).startswith("Tile 1 of 6: ")
     time.sleep(0.5)  # the page would have scrolled to its end or its start by now
     assert tab.run("scrollY") == height > 0
 

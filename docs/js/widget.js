@@ -58,7 +58,9 @@ const flWidget = {
   // A figure that arrow keys move: tells `go` by how many steps, −∞ for the first, ∞ for the last.
   // A slider for assistive means, which leave the arrow keys to it.
   figure(label, go) {
-    const steps = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
+    const steps = {
+      ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, Home: -Infinity, End: Infinity,
+    };
     return flWidget.element("div", {
       class: "fl-figure", role: "slider", tabindex: 0, "aria-label": label, "aria-valuemin": 0,
       title: "Keys: ← and → step, Home and End go to the first and the last step",
