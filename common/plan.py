@@ -278,7 +278,7 @@ def _check_registers(plan: Plan) -> None:
             f"{role.name} {len(role.warps)} x {role.registers or launch}" for role in plan.roles
         )
         raise PlanError(
-            f"register pool exceeded: {detail} = {used} a lane, but the launch gives "
+            f"register pool exceeded: {detail} = {used} a thread place, but the launch gives "
             f"{launch} x {warps} = {launch * warps}"
         )
 

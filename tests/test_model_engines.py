@@ -531,7 +531,9 @@ def test_registers_that_nobody_gives_are_a_deadlock():
     sm = Sm(B200, _plan(launch_registers=128, calc=208, rest=48))
     sm.start("CALC", lambda role: role.setmaxnreg(208))
     sm.start("MMA", lambda role: role.setmaxnreg(48))
-    with pytest.raises(Deadlock, match=r"CALC waits for 320 registers a lane \(the pool has 80\)"):
+    with pytest.raises(
+        Deadlock, match=r"CALC waits for 320 registers a thread place \(the pool has 80\)"
+    ):
         sm.run()
 
 

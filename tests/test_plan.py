@@ -91,7 +91,7 @@ def test_a_plan_like_the_last_stages_passes():
 @pytest.mark.parametrize(
     "plan",
     [
-        _budgets(192, 192, 80, 48, launch=128),  # 512 registers a lane in four warpgroups
+        _budgets(192, 192, 80, 48, launch=128),  # 512 registers a thread place in four warpgroups
         _budgets(240, 240, 24, launch=168),
         _budgets(168, 168, 168, launch=168),
         _smem(SmemBuffer("sQ", MAX_SMEM_BYTES)),
@@ -124,7 +124,7 @@ BAD = {
     "33 warps": (Plan(roles=(Role("A", range(0, 33)),)), "1056 threads a CTA; the limit is 1024"),
     "pool exceeded": (
         _budgets(192, 192, 80, 56, launch=128),
-        r"register pool exceeded.*GROUP3 4 x 56 = 2080 a lane.*128 x 16 = 2048",
+        r"register pool exceeded.*GROUP3 4 x 56 = 2080 a thread place.*128 x 16 = 2048",
     ),
     "pool without launch": (
         Plan(roles=(Role("A", range(0, 4), registers=128),)),

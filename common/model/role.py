@@ -405,7 +405,9 @@ class Role:
             )
         more = (registers - self.registers) * self.warps
         yield from self._block(
-            pool.take(more), lambda: f"{more} registers a lane (the pool has {pool.free})", line
+            pool.take(more),
+            lambda: f"{more} registers a thread place (the pool has {pool.free})",
+            line,
         )
         self.registers = registers
 

@@ -84,7 +84,7 @@ def observe(
 
 
 class RegisterPool:
-    """Registers a lane of the CTA's warps together; setmaxnreg takes from it and gives back."""
+    """Registers a thread place of all warps; setmaxnreg takes from it and gives back."""
 
     def __init__(self, env: simpy.Environment):
         self.env, self.free = env, 0

@@ -22,7 +22,7 @@ ARCHS = ("sm_100a", "sm_103a")  # runs natively
 
 SOFTMAX0, SOFTMAX1 = range(0, 4), range(4, 8)  # warps
 MMA, EPILOGUE, LOAD, EMPTY = 8, 9, 10, 11  # warps
-REGISTERS = {"softmax": 208, "other": 88}  # by thread; 168 x 3 = 504 a lane to share
+REGISTERS = {"softmax": 208, "other": 88}  # by thread; 168 x 3 = 504 a thread place
 
 ENVELOPE = Envelope(
     dtypes=("bfloat16", "float16"),

@@ -22,7 +22,7 @@ ARCHS = ("sm_100a", "sm_103a")  # runs natively
 
 SOFTMAX0, SOFTMAX1, CORRECTION = range(0, 4), range(4, 8), range(8, 12)  # warps
 MMA, EPILOGUE, LOAD, EMPTY = 12, 13, 14, 15  # warps
-REGISTERS = {"softmax": 192, "correction": 80, "other": 48}  # by thread; 512 a lane to share
+REGISTERS = {"softmax": 192, "correction": 80, "other": 48}  # by thread; 512 a thread place
 
 ENVELOPE = Envelope(
     dtypes=("bfloat16", "float16"),

@@ -27,7 +27,7 @@ ARCHS = ("sm_100a", "sm_103a")  # runs natively
 
 REDUCE, COMPUTE0, COMPUTE1 = range(0, 4), range(4, 8), range(8, 12)  # warps
 MMA, LOAD, EMPTY = 12, 13, range(14, 16)  # warps
-REGISTERS = {"reduce": 152, "compute": 136, "other": 88}  # by thread; 512 a lane to share
+REGISTERS = {"reduce": 152, "compute": 136, "other": 88}  # by thread; 512 a thread place
 
 ENVELOPE = Envelope(
     dtypes=("bfloat16", "float16"),

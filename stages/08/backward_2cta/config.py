@@ -27,7 +27,7 @@ ARCHS = ("sm_100a", "sm_103a")  # runs natively
 
 REDUCE, COMPUTE0, COMPUTE1 = range(0, 4), range(4, 8), range(8, 12)  # warps
 MMA, LOAD, RELAY, EMPTY = 12, 13, 14, 15  # warps
-REGISTERS = {"reduce": 96, "compute": 152, "other": 112}  # by thread; 512 a lane to share
+REGISTERS = {"reduce": 96, "compute": 152, "other": 112}  # by thread; 512 a thread place
 
 ENVELOPE = Envelope(
     dtypes=("bfloat16", "float16"),
