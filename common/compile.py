@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from .stage import PACKAGE, KernelSource
@@ -110,14 +110,17 @@ class CompiledKernel:
         return getattr(module, _symbol(self.key))
 
 
-@contextlib.contextmanager
-def announced(tell: Callable[[CompileKey], None]) -> Iterator[None]:
+class announced:
     """While open, `tell` is called before each compilation that no cache spares, in this thread."""
-    token = _ANNOUNCE.set(tell)
-    try:
-        yield
-    finally:
-        _ANNOUNCE.reset(token)
+
+    def __init__(self, tell: Callable[[CompileKey], None]):
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        self._token = _ANNOUNCE.set(self._tell)
+
+    def __exit__(self, *_) -> None:
+        _ANNOUNCE.reset(self._token)
 
 
 def announce(key: CompileKey) -> None:

@@ -24,7 +24,7 @@ from .executed import check_log
 from .grid import cta_tiles, grid
 from .hopper.log import Log, decode
 from .judging import judge, judge_gradients
-from .launch import _KERNELS, empty_results, execution, kernel_for, launch, modes
+from .launch import _KERNELS, empty_results, execution, kernel_for, launch, loadable, modes
 from .poisoned import Guards
 from .stage import KernelSource, Stage
 
@@ -47,7 +47,7 @@ def run_problem(stage: KernelSource, problem: inputs.Problem) -> tuple[torch.Ten
         return contract_gradients.run_part(stage, problem)
     tensors, lengths = (problem.q, problem.k, problem.v), problem.options
     checked = check(stage, *tensors, problem.softmax_scale, **lengths)
-    q, k, v = checked.batched(*tensors)
+    q, k, v = map(loadable, checked.batched(*tensors))
     guards = Guards(q=q, k=k, v=v, **lengths)
     out, lse = empty_results(checked, q, guards.output)
     if not (checked.mask and checked.mask.sees_nothing):

@@ -21,12 +21,11 @@ from .gradients import (
     Saved,
     Workspace,
     backward,
-    loadable,
     oracle_forward,
     start_backward,
     statistics,
 )
-from .launch import forward, kernel_for
+from .launch import forward, kernel_for, loadable
 from .masks import Mask
 from .poisoned import Guards
 from .stage import Part, Stage
@@ -45,6 +44,7 @@ def run_gradients(
     tensors, lengths = (problem.q, problem.k, problem.v), problem.options
     checked = check(stage, *tensors, problem.softmax_scale, **lengths)
     q, k, v, dout, dlse = checked.batched(*tensors, problem.dout, dlse)
+    q, k, v = map(loadable, (q, k, v))
     saved = Saved(q, k, v, *forward(stage, checked, q, k, v))
     guards = Guards(**vars(saved), dout=dout, dlse=dlse, **lengths)
     workspace = Workspace.empty(saved, guards.output, checked.mask)
@@ -83,7 +83,8 @@ def run_part(part: Part, problem: inputs.Problem) -> tuple[Tensor, Tensor, Tenso
     tensors, lengths = (problem.q, problem.k, problem.v), problem.options
     checked = check(part, *tensors, problem.softmax_scale, **lengths)
     q, k, v, dout = checked.batched(*tensors, problem.dout)
-    dout, saved = loadable(dout), oracle_forward(checked, q, k, v)
+    q, k, v, dout = map(loadable, (q, k, v, dout))
+    saved = oracle_forward(checked, q, k, v)
     guards = Guards(q=q, k=k, v=v, dout=dout, **lengths)
     workspace = Workspace.empty(saved, guards.output, checked.mask)
     workspace.stats.copy_(statistics(saved.out, saved.lse, dout, mask=checked.mask))

@@ -20,8 +20,17 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .envelope import ALIGN_BYTES, TILE_ROWS, Problem, check, check_model_options
-from .launch import current_execution, execution, forward, kernel_for, mask_arguments, start
+from .envelope import TILE_ROWS, Problem, check, check_model_options
+from .launch import (
+    contiguous_like,
+    current_execution,
+    execution,
+    forward,
+    kernel_for,
+    loadable,
+    mask_arguments,
+    start,
+)
 from .masks import Mask
 from .model.sequences import OPEN, Sequences
 from .stage import Part, Stage
@@ -50,7 +59,7 @@ def attend(stage: Stage, problem: Problem, q, k, v) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked tensors (b, s, h, d); differentiable where an input requires grad."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, stage, problem)
-    return forward(stage, problem, q, k, v)
+    return forward(stage, problem, *map(loadable, (q, k, v)))
 
 
 class _Attention(torch.autograd.Function):
@@ -58,7 +67,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, stage: Stage, problem: Problem):
-        out, lse = forward(stage, problem, q, k, v)
+        out, lse = forward(stage, problem, *map(loadable, (q, k, v)))
         lengths = (problem.mask and problem.mask.lengths) or ()  # a change in place is found
         ctx.save_for_backward(q, k, v, out, lse, *lengths)
         ctx.set_materialize_grads(False)  # what of dout and dlse is not asked for stays None
@@ -99,7 +108,7 @@ class _Gradient(torch.autograd.Function):
 
 def _gradients(q, k, v, out, lse, dout, dlse, stage: Stage, problem: Problem) -> tuple:
     """(dq, dk, dv) by the kernels."""
-    saved = Saved(*map(loadable, (q, k, v, out)), lse)  # hooks on saved tensors give any strides
+    saved = Saved(*map(loadable, (q, k, v, out, lse)))  # hooks on saved tensors give any strides
     workspace = Workspace.empty(saved, mask=problem.mask)
     backward(stage, problem, saved, dout, dlse, workspace)
     return workspace.dq, workspace.dk, workspace.dv
@@ -107,7 +116,8 @@ def _gradients(q, k, v, out, lse, dout, dlse, stage: Stage, problem: Problem) ->
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward leaves for the backward: its inputs, out (b, sq, h, d), lse (b, h, sq)."""
+    """What the forward leaves for the backward, `loadable`: its inputs, out (b, sq, h, d), lse
+    (b, h, sq)."""
 
     q: Tensor
     k: Tensor
@@ -131,15 +141,14 @@ class Workspace:
     dv: Tensor
 
     @classmethod
-    def empty(cls, saved: Saved, make=torch.empty, mask: Mask | None = None) -> Workspace:
-        """Contiguous; `make(shape, dtype=, device=)` gives each tensor. Gradients are 0 where the
-        kernels may not write all."""
-        batch, seqlen, heads, _ = saved.q.shape
+    def empty(cls, saved: Saved, make=contiguous_like, mask: Mask | None = None) -> Workspace:
+        """make: as `contiguous_like`, gives each tensor. Gradients are 0 where the kernels may not
+        write all."""
+        q, k, v = saved.q, saved.k, saved.v
+        batch, seqlen, heads, _ = q.shape
         stats = (batch, heads, tiles_of_statistics(seqlen, mask), 2, TILE_ROWS)
-        rows, keys, dtype = saved.q.shape, saved.k.shape, saved.q.dtype
-        wanted = ((stats, torch.float32), (rows, torch.float32), (rows, dtype))
-        wanted += ((keys, dtype), (keys, dtype))
-        made = cls(*(make(shape, dtype=kind, device=saved.q.device) for shape, kind in wanted))
+        sums = make(q, stats, torch.float32), make(q, None, torch.float32)
+        made = cls(*sums, make(q), make(k), make(v))
         if mask and (mask.lengths is not None or mask.sees_nothing):
             torch._foreach_zero_([made.dq, made.dk, made.dv])  # one launch
         elif mask and not mask.all_keys_written:
@@ -175,7 +184,7 @@ def backward(
     sources = stage.part("preprocess"), part, stage.part("postprocess")
     first, main, last = (kernel_for(source, problem, device) for source in sources)
     dout = torch.zeros_like(saved.out) if dout is None else loadable(dout)
-    dlse = _zero(device).expand_as(saved.lse) if dlse is None else dlse
+    dlse = _zero(device).expand_as(saved.lse) if dlse is None else loadable(dlse)
     of_q = problem.mask.arguments_of_q if problem.mask else ()
     rows = saved.out, dout, saved.lse, dlse
     start(first, *rows, workspace.stats, workspace.dq_accum, *of_q)
@@ -202,26 +211,11 @@ def _zero(device: torch.device) -> Tensor:
 
 
 def start_backward(kernel, problem: Problem, saved: Saved, dout: Tensor, workspace: Workspace):
-    """Start the kernel of a backward part; stats are there, dq_accum is 0."""
+    """Start the kernel of a backward part; stats are there, dq_accum is 0, dout is `loadable`."""
     scale = problem.softmax_scale
     gradients = workspace.dq_accum, workspace.dk, workspace.dv
     inputs = saved.q, saved.k, saved.v, dout, workspace.stats
     start(kernel, *inputs, *gradients, scale * LOG2_E, scale, *mask_arguments(problem))
-
-
-def loadable(x: Tensor) -> Tensor:
-    """x (b, s, h, d) where its strides and its start suit the kernels, else a contiguous copy."""
-    return x if is_loadable(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def is_loadable(x: Tensor) -> bool:
-    """Whether the strides and the start of x (b, s, h, d) suit the kernels."""
-    step, (batch, row, head, column) = ALIGN_BYTES // x.element_size(), x.stride()
-    if column != 1 or x.data_ptr() % ALIGN_BYTES:
-        return False
-    if not (batch | row | head) % step:  # a power of two: all are multiples
-        return True
-    return all(size == 1 or stride % step == 0 for size, stride in zip(x.shape[:3], x.stride()))
 
 
 @torch.no_grad()

@@ -38,21 +38,30 @@ def native_arch(device: torch.device) -> str | None:
 
 
 def forward(stage: Stage, problem: Problem, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of checked tensors, by the stage's kernel; no gradients. See `Stage.attention`."""
+    """(out, lse) of checked, `loadable` tensors, by the stage's kernel; no gradients.
+
+    See `Stage.attention`.
+    """
     out, lse = empty_results(problem, q)
     if not (problem.mask and problem.mask.sees_nothing):
         launch(kernel_for(stage, problem, q.device), problem, q, k, v, out, lse)
     return out, lse
 
 
-def empty_results(problem: Problem, q, make=torch.empty) -> tuple[torch.Tensor, torch.Tensor]:
+def contiguous_like(x: torch.Tensor, shape=None, dtype=None) -> torch.Tensor:
+    """A contiguous tensor without values, on x's device; shape and dtype are x's where None."""
+    if shape is None:
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return x.new_empty(shape, dtype=dtype)
+
+
+def empty_results(problem: Problem, q, make=contiguous_like) -> tuple[torch.Tensor, torch.Tensor]:
     """out (b, sq, h, d) and lse (b, h, sq) for a kernel; 0 and -inf where it may not write all.
 
-    `make(shape, dtype=, device=)` gives each tensor.
+    make: as `contiguous_like`, gives each tensor.
     """
-    lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-    out = make(q.shape, dtype=q.dtype, device=q.device)
-    lse = make(lse_shape, dtype=torch.float32, device=q.device)
+    batch, seqlen, heads, _ = q.shape
+    out, lse = make(q), make(q, (batch, heads, seqlen), torch.float32)
     if problem.mask and not problem.mask.all_rows_written:
         out.zero_()
         lse.fill_(-math.inf)
@@ -123,7 +132,8 @@ def _find_kernel(stage: KernelSource, problem: Problem, device: torch.device):
 
 
 def launch(kernel: CompiledKernel | HopperKernel, problem: Problem, q, k, v, out, lse) -> None:
-    """Start a forward kernel on the current stream of q's device, writing `out` and `lse`."""
+    """Start a forward kernel on the current stream of q's device, writing `out` and `lse`; q, k and
+    v are `loadable`."""
     scale_log2 = problem.softmax_scale * math.log2(math.e)
     start(kernel, q, k, v, out, lse, scale_log2, *mask_arguments(problem))
 
@@ -134,31 +144,34 @@ def mask_arguments(problem: Problem) -> tuple[int, ...]:
 
 
 def start(kernel: CompiledKernel | HopperKernel, *arguments) -> None:
-    """Start a kernel on the current stream of the device of its first argument, a tensor."""
-    given = [_given(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-    device = given[0].device.index
+    """Start a kernel on the current stream of the device of its first argument, a tensor.
+
+    A caller's tensors are `loadable`.
+    """
+    device = arguments[0].device.index
     if device == torch.cuda.current_device():
-        kernel.function(*given)
+        kernel.function(*arguments)
     else:
         with torch.cuda.device(device):
-            kernel.function(*given)
+            kernel.function(*arguments)
 
 
-def _given(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements for a kernel: without autograd, and of (b, s, h, d) with aligned strides.
+def loadable(x: torch.Tensor) -> torch.Tensor:
+    """A caller's tensor as kernels take it: without autograd, and (b, s, h, d) with an innermost
+    stride of 1, other strides and a start that are multiples of 16 bytes.
 
-    Strides of axes of size 1, which address nothing, become aligned.
+    What lies otherwise is copied. Strides of axes of size 1, which address nothing, become aligned.
     """
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.dim() != 4:
-        return tensor
-    step = ALIGN_BYTES // tensor.element_size()
-    batch, row, head, _ = tensor.stride()
+    if x.requires_grad:
+        x = x.detach()
+    if x.dim() != 4:
+        return x
+    step, (batch, row, head, column) = ALIGN_BYTES // x.element_size(), x.stride()
+    if column != 1 or x.data_ptr() % ALIGN_BYTES:
+        return x.clone(memory_format=torch.contiguous_format)
     if not (batch | row | head) % step:  # a power of two: all are multiples
-        return tensor
-    strides = [
-        stride if size > 1 or stride % step == 0 else 0
-        for size, stride in zip(tensor.shape, tensor.stride())
-    ]
-    return tensor.as_strided(tensor.shape, (*strides[:3], 1))
+        return x
+    outer = [*zip(x.shape[:3], x.stride())]
+    if any(size > 1 and stride % step for size, stride in outer):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x.as_strided(x.shape, (*(0 if stride % step else stride for _, stride in outer), 1))

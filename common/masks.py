@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,20 +55,20 @@ class Mask:
     lengths: tuple[Tensor | None, ...] | None = None
     rows: tuple[int, int] = (0, 0)
 
-    @property
+    @cached_property
     def sees_nothing(self) -> bool:
         """Whether no query can see a key."""
         sizes = self.batch, self.max_seqlen_q, self.max_seqlen_k
         return self.left + self.right < 0 or 0 in sizes
 
-    @property
+    @cached_property
     def all_rows_written(self) -> bool:
         """Whether kernels write every row of out and lse: each block of queries sees some key."""
         first_sees = self.right + self.max_seqlen_k - self.max_seqlen_q >= 0
         last_sees = self.left >= 0
         return self.lengths is None and not self.sees_nothing and first_sees and last_sees
 
-    @property
+    @cached_property
     def all_keys_written(self) -> bool:
         """Whether kernels write every row of dk and dv: each block of keys is seen by a query."""
         first_seen = self.left + self.max_seqlen_q - self.max_seqlen_k >= 0

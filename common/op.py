@@ -34,8 +34,8 @@ from torch import Tensor
 
 from . import compile as compiling
 from .envelope import ALIGN_BYTES, Problem, check_all
-from .gradients import Saved, Workspace, backward, is_loadable, loadable
-from .launch import forward, modes
+from .gradients import Saved, Workspace, backward
+from .launch import forward, loadable, modes
 from .masks import rows_of, window
 from .model.sequences import OPEN
 from .op_inputs import (
@@ -136,7 +136,7 @@ def flash_attn_varlen_func(
     return (out, lse) if return_lse else out
 
 
-_KNOWN: dict[tuple, tuple[Problem, bool]] = {}  # See Note [Known problems]
+_KNOWN: dict[tuple, Problem] = {}  # See Note [Known problems]
 MOST_KNOWN = 1024
 
 
@@ -149,16 +149,15 @@ def _attend(q, k, v, options: tuple) -> tuple[Tensor, Tensor]:
     key = *[_layout(x) if x is not None else None for x in (q, k, v, *lengths)], options[1:]
     known = _KNOWN.get(key)
     if not known:
-        problem = _problem(q, k, v, (*lengths, *numbers_))  # raises what must be said
+        known = _problem(q, k, v, (*lengths, *numbers_))  # raises what must be said
         found = torch.ops.flash_ladder.attention(q, k, v, *lengths, *numbers_)
         if len(_KNOWN) >= MOST_KNOWN:
             _KNOWN.clear()
-        _KNOWN[key] = problem, _lie_well(q, k, v)
+        _KNOWN[key] = known
         return found
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _ShortCut.apply(q, k, v, *lengths, numbers_, *known)
-    problem, lie_well = known
-    return _forward(_with_lengths(problem, q, k, lengths), lie_well, q, k, v)
+        return _ShortCut.apply(q, k, v, *lengths, numbers_, known)
+    return _forward(_with_lengths(known, q, k, lengths), q, k, v)
 
 
 class _ShortCut(torch.autograd.Function):
@@ -166,9 +165,9 @@ class _ShortCut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, *options):
-        *ctx.lengths, ctx.numbers, problem, lie_well = options
+        *ctx.lengths, ctx.numbers, problem = options
         ctx.problem = _with_lengths(problem, q, k, ctx.lengths)
-        out, lse = _forward(ctx.problem, lie_well, q, k, v)
+        out, lse = _forward(ctx.problem, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, *ctx.lengths)
         ctx.set_materialize_grads(False)  # what of dout and dlse is not asked for stays None
         return out, lse
@@ -186,7 +185,7 @@ class _ShortCut(torch.autograd.Function):
             if any(x is not y for x, y in zip(lengths, ctx.lengths)):  # a hook has kept others
                 problem = _with_lengths(problem, q, k, lengths)
             gradients = _backward(problem, dout, dlse, q, k, v, out, lse)
-        return (*gradients, *(None,) * 7)
+        return (*gradients, *(None,) * 6)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -241,7 +240,7 @@ def last_stage() -> Stage:
 def attention(q, k, v, *options):
     """(out, lse); see `flash_attn_func`. options: those of the schema."""
     problem = _with_lengths(_problem(q, k, v, options), q, k, options[:4])
-    return _forward(problem, False, q, k, v)
+    return _forward(problem, q, k, v)
 
 
 @torch.library.custom_op(
@@ -256,10 +255,9 @@ def attention_backward(dout, dlse, q, k, v, out, lse, *options):
     return _backward(problem, dout, dlse, q, k, v, out, lse)
 
 
-def _forward(problem: Problem, lie_well: bool, q, k, v) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a checked problem. lie_well: `_lie_well(q, k, v)`, or False."""
-    tensors = (q, k, v) if lie_well else _as_kernels_take(q, k, v)
-    out, lse = run_forward(problem, *tensors)
+def _forward(problem: Problem, q, k, v) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a checked problem."""
+    out, lse = run_forward(problem, *_as_kernels_take(q, k, v))
     return (out[0], lse[0]) if q.dim() == 3 else (out, lse)
 
 
@@ -268,7 +266,7 @@ def _backward(problem: Problem, dout, dlse, q, k, v, out, lse):
     _alert_not_deterministic()
     rest = out, lse, dout, dlse
     out4, lse4, dout4, dlse4 = problem.batched(*rest)
-    saved = Saved(*_as_kernels_take(q, k, v), loadable(out4), lse4)
+    saved = Saved(*_as_kernels_take(q, k, v), loadable(out4), loadable(lse4))
     dq, dk, dv = run_backward(problem, saved, dout4, dlse4)
     dk, dv = (_sum_of_groups(x, k.shape[-2]) for x in (dk, dv))
     return (dq[0], dk[0], dv[0]) if q.dim() == 3 else (dq, dk, dv)
@@ -322,12 +320,6 @@ def _problem(q, k, v, options) -> Problem:
     problem = check_all(last_stage(), *stand_ins, scale, need_cuda=None, window_size=sides, **given)
     check_device(q.device)
     return problem
-
-
-def _lie_well(q, k, v) -> bool:
-    """Whether kernels take q, k and v without a change."""
-    same_heads = q.dim() == 4 and q.shape[2] == k.shape[2]
-    return same_heads and all(map(is_loadable, (q, k, v)))
 
 
 def _as_kernels_take(q, k, v) -> tuple[Tensor, Tensor, Tensor]:

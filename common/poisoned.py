@@ -40,9 +40,11 @@ class Guards:
         self._before = {name: x.clone() for name, x in self._inputs.items()}
         self._checks: list[Callable] = []
 
-    def output(self, shape: tuple[int, ...], dtype: torch.dtype, device) -> Tensor:
-        """A poisoned, guarded output; contiguous."""
-        made, check_guards = guarded(shape, dtype, device)
+    def output(self, x: Tensor, shape=None, dtype: torch.dtype | None = None) -> Tensor:
+        """A poisoned, guarded output, as `launch.contiguous_like`."""
+        made, check_guards = guarded(
+            x.shape if shape is None else shape, dtype or x.dtype, x.device
+        )
         self._checks.append(check_guards)
         return made
 

@@ -252,7 +252,7 @@ def test_gradients_are_0_where_kernels_may_not_write_all(options, zero):
     rows_k = options.pop("rows_k", 4)
     q, k = torch.zeros(1, 4, 1, 64).bfloat16(), torch.zeros(1, rows_k, 1, 64).bfloat16()
     problem = check(load(8), q, k, k, need_cuda=False, **options)
-    nan = lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device)
+    nan = lambda *like: launch.contiguous_like(*like).fill_(torch.nan)
     saved = gradients.Saved(q, k, k, q, torch.zeros(1, 1, 4))
     made = gradients.Workspace.empty(saved, nan, problem.mask)
     found = {name: not getattr(made, f"d{name}").any() for name in "qkv"}

@@ -12,7 +12,7 @@ from flash_ladder import load
 from flash_ladder.common import inputs
 from flash_ladder.common import launch as launching
 from flash_ladder.common.envelope import MAX_GRID, Problem, check
-from flash_ladder.common.launch import ARCH_OF, _given
+from flash_ladder.common.launch import ARCH_OF, loadable
 
 SHAPE = (2, 128, 3, 64)
 
@@ -159,10 +159,30 @@ def test_a_grid_has_a_limit(stage):
 def test_aligned_changes_strides_that_address_nothing(shape, strides, expected):
     storage = torch.arange(1024, dtype=torch.bfloat16)
     tensor = storage.as_strided(shape, strides, storage_offset=8)
-    found = _given(tensor)
+    found = loadable(tensor)
     assert found.stride() == expected and found.data_ptr() == tensor.data_ptr()
     assert torch.equal(found, tensor)
     assert (found is tensor) == (strides == expected)
+
+
+@pytest.mark.parametrize(
+    ("strides", "start"),
+    [((256, 32, 16, 2), 8), ((256, 36, 16, 1), 8), ((256, 32, 16, 1), 9)],
+)
+def test_what_kernels_cannot_load_is_copied(strides, start):
+    """By its innermost stride, another one, its start."""
+    storage = torch.arange(1024, dtype=torch.bfloat16, requires_grad=True)
+    tensor = storage.as_strided((2, 4, 2, 16), strides, storage_offset=start)
+    found = loadable(tensor)
+    assert found.is_contiguous() and found.data_ptr() % 16 == 0 and not found.requires_grad
+    assert torch.equal(found, tensor)
+
+
+def test_a_kernel_gets_tensors_without_autograd():
+    leaf = torch.zeros(1, 2, 1, 64, requires_grad=True)
+    for tensor in (leaf, leaf[..., 0]):
+        found = loadable(tensor)
+        assert not found.requires_grad and found.data_ptr() == tensor.data_ptr()
 
 
 def test_every_native_target_can_be_compiled_for(stage):
