@@ -455,10 +455,11 @@ def listed_a1_edges(stage: KernelSource, head_dim: int) -> set[tuple[str, str]]:
     """Pairs of MMAs, by accumulator, that the stage's page says only rule A1 orders.
 
     They follow "Ordered by A1 alone", of a part "Ordered by A1 alone in `its name`"; "at head dim
-    64" behind a pair restricts it.
+    64" behind a pair restricts it. A part may have a page of its own.
     """
-    page = STAGES_FOLDER / f"{stage.number:02d}" / "README.md"
-    found = A1_LISTED.findall(page.read_text(encoding="utf-8"))
+    folder = STAGES_FOLDER / f"{stage.number:02d}"
+    pages = (folder / "README.md", *sorted(folder.glob("*/README.md")))
+    found = [row for page in pages for row in A1_LISTED.findall(page.read_text(encoding="utf-8"))]
     pairs = [pair for name, text in found if name == stage.name for pair in A1_PAIR.findall(text)]
     return {(first, second) for first, second, only in pairs if only in ("", str(head_dim))}
 

@@ -24,6 +24,7 @@ VOID = set("area base br col embed hr img input link meta source track wbr".spli
 BLOCKS = {"p", "li", "table", "pre", "dt", "dd", "figcaption", "summary", "h1", "h2", "h3", "h4"}
 LOADED = {"src", "srcset", "poster", "data"}  # attributes whose target a browser fetches by itself
 LOADED_LINKS = {"stylesheet", "icon", "preload", "modulepreload", "preconnect", "dns-prefetch"}
+INCLUDED = re.compile(r'^--8<-- "(.+)"$', re.M)
 OUTSIDE = re.compile(r"(?:https?:)?//", re.I)
 OUTSIDE_IN_CSS = re.compile(r"""(?:url\(\s*|@import\s+)["']?\s*((?:https?:)?//[^"')\s]+)""", re.I)
 SPEED = re.compile(r"\d[\d\s,.]*[TPG]FLOP", re.I)
@@ -54,6 +55,13 @@ def nav_pages(config: Path) -> list[str]:
 
     nav = yaml.load(config.read_text(encoding="utf-8"), _Loader)["nav"]
     return [page for page in walk(nav) if not OUTSIDE.match(page)]
+
+
+def source_file(root: Path, page: str) -> Path:
+    """The file below `root` that Markdown file `page` of docs/ includes; itself if it has none."""
+    path = root / "docs" / page
+    found = INCLUDED.search(path.read_text(encoding="utf-8"))
+    return root / found[1] if found else path
 
 
 def built_file(site: Path, page: str) -> Path:

@@ -3,7 +3,6 @@
 
 import re
 
-import flash_ladder
 import pytest
 from flash_ladder.common import annotations, fences
 
@@ -70,10 +69,13 @@ def test_markers_lead_to_the_comments():
     assert annotations.comments([], "n") == ""
 
 
-@pytest.mark.parametrize("number", [n for n in flash_ladder.built() if n > 1])
-def test_each_page_annotates_its_main_diff(number):
+PAGES = sorted(fences.ROOTS["stages"].rglob("README.md"))[1:]  # stage 01 follows no other
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_each_page_annotates_its_main_diff(page):
     """Two to four annotations of one diff at least; the command comes first in every body."""
-    text = (fences.stage_folder(number) / "README.md").read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     bodies = re.findall(r"```stage-diff .*\n((?:.*\n)*?)```", text)
     assert all(body.startswith("git diff --no-index stages/") for body in bodies)
     found = [len(annotations.parse(body)) for body in bodies]

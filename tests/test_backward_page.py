@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page 07: its numbers of the model, the roofline, config and evidence. All derived, no GPU."""
+"""The two pages of stage 07: numbers of model, roofline, config and evidence. Derived, no GPU."""
 
 import functools
 import inspect
@@ -21,12 +21,17 @@ from flash_ladder.common import (
     sanitize,
     timeline,
 )
-from flash_ladder.common.model import B200, Role
+from flash_ladder.common.model import B200, Deadlock, Role
 
-PAGE = (load(7).folder / "README.md").read_text(encoding="utf-8")
-TEXT = " ".join(PAGE.split())
-ONE, PAIR = "backward_1cta", "backward_2cta"
-KERNELS = ((PAIR, 128), (ONE, 128), (ONE, 64))  # columns of its tables
+ONE, PAIR = "backward_1cta", "backward_2cta"  # also names of the pages: the stage's, the pair's
+PAGES = {
+    ONE: (load(7).folder / "README.md").read_text(encoding="utf-8"),
+    PAIR: (load(7).part(PAIR).folder / "README.md").read_text(encoding="utf-8"),
+}
+TEXTS = {name: " ".join(page.split()) for name, page in PAGES.items()}
+TEXT, PAIR_TEXT = TEXTS.values()
+KERNELS = {ONE: ((ONE, 128), (ONE, 64)), PAIR: ((PAIR, 128), (ONE, 128))}  # columns of its tables
+COLUMNS = [(page, column) for page, kernels in KERNELS.items() for column in range(len(kernels))]
 PUBLISHED = {"non-causal": (1247.5, 1359.8), "causal": (1117.9, 1208.6)}  # TFLOP/s: Q, #2280
 BEST = (1247, 1457)  # TFLOP/s: Q, the paper's
 
@@ -57,15 +62,15 @@ def _port(name: str, head_dim: int, *settings: str) -> dict[str, float]:
     return {purpose: each for purpose, (each, _) in timeline.port(run).items()}
 
 
-def _row(name: str) -> list[str]:
+def _row(page: str, name: str) -> list[str]:
     """Cells of a row."""
-    (cells,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", PAGE, re.M)
+    (cells,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", PAGES[page], re.M)
     return [cell.strip() for cell in cells.split("|")]
 
 
-def _numbers(name: str) -> list[float]:
+def _numbers(page: str, name: str) -> list[float]:
     """The numbers that a row begins its cells with; cells without one are left out."""
-    found = (re.match(r"[\d.]+", cell) for cell in _row(name))
+    found = (re.match(r"[\d.]+", cell) for cell in _row(page, name))
     return [float(number[0]) for number in found if number]
 
 
@@ -81,17 +86,17 @@ def test_two_key_tiles_in_one_cta_beat_a_pair_at_head_dim_64():
         assert error.abs().max() < 0.01 * getattr(truth, name).abs().max()
     one, pair = _step(ONE, 64), _step(PAIR, 64)
     assert one < 0.95 * pair
-    assert f"{one:.0f} against {pair:.0f} cycles" in TEXT
+    assert f"{one:.0f} against {pair:.0f} cycles" in PAIR_TEXT
 
 
-@pytest.mark.parametrize("column", range(3))
-def test_the_page_and_the_command_show_the_same_cycles(ladder, column):
-    name, head_dim = KERNELS[column]
+@pytest.mark.parametrize(("page", "column"), COLUMNS)
+def test_the_pages_and_the_command_show_the_same_cycles(ladder, page, column):
+    name, head_dim = KERNELS[page][column]
     options = ("--part", name, "--head-dim", str(head_dim), "--heads", "1")
     code, out, _ = ladder("model", "7", *options, "--seqlen", "1024", "--json")
     found = json.loads(out)["derived"]["cycles_per_tile"]
     assert code == 0 and found == pytest.approx(_step(name, head_dim))
-    assert _numbers("cycles")[column] == round(found)
+    assert _numbers(page, "cycles")[column] == round(found)
     short = ladder("model", "7", *options, "--seqlen", "512", "--json")[1]
     assert json.loads(short)["derived"]["cycles_per_tile"] == pytest.approx(found)
 
@@ -108,30 +113,38 @@ REST = {  # row of the problem's table: its name in the roofline
 }
 
 
-def _derived(name: str) -> dict[str, float]:
-    """Cycles of the port at head dim 128 that the page derives for a kernel, by purpose."""
-    at = {ONE: 1, PAIR: 3}[name]
-    found = {"MMA operands": sum(_numbers(row)[at] for row in OPERANDS)}
-    return found | {purpose: _numbers(row)[at] for row, purpose in REST.items()}
+AT = {(ONE, ONE): 0, (PAIR, ONE): 0, (PAIR, PAIR): 2}  # (page, kernel): its column of KiB
 
 
-@pytest.mark.parametrize("name", (ONE, PAIR))
-def test_the_page_derives_the_papers_counts_step_by_step(name):
+def _steps(page: str) -> dict[str, str]:
+    """Rows of the problem's table but its operands; only the pair's page has what is swapped."""
+    return {row: purpose for row, purpose in REST.items() if page == PAIR or "peer" not in row}
+
+
+def _derived(page: str, name: str) -> dict[str, float]:
+    """Cycles of the port at head dim 128 that a page derives for a kernel, by purpose."""
+    at = AT[page, name] + 1
+    found = {"MMA operands": sum(_numbers(page, row)[at] for row in OPERANDS)}
+    return found | {purpose: _numbers(page, row)[at] for row, purpose in _steps(page).items()}
+
+
+@pytest.mark.parametrize(("page", "name"), AT)
+def test_the_pages_derive_the_papers_counts_step_by_step(page, name):
     """KiB times 1024 / 128 are cycles; they add up to the last row; the roofline has the same."""
-    kernel, at = roofline.backward(pair=name == PAIR), {ONE: 0, PAIR: 2}[name]
-    rows = [_numbers(row) for row in (*OPERANDS, *REST)]
-    together = _numbers("together")
+    kernel, at = roofline.backward(pair=name == PAIR), AT[page, name]
+    rows = [_numbers(page, row) for row in (*OPERANDS, *_steps(page))]
+    together = _numbers(page, "together")
     assert all(row[at + 1] == row[at] * 1024 / B200["smem"] for row in (*rows, together))
     assert [sum(row[i] for row in rows) for i in (at, at + 1)] == together[at : at + 2]
-    parts = {purpose: cycles for purpose, cycles in _derived(name).items() if cycles}
+    parts = {purpose: cycles for purpose, cycles in _derived(page, name).items() if cycles}
     assert parts == kernel.smem_parts and together[at + 1] == kernel.smem
 
 
-@pytest.mark.parametrize("column", range(3))
-def test_the_page_shows_who_uses_the_port(column):
+@pytest.mark.parametrize(("page", "column"), COLUMNS)
+def test_the_pages_show_who_uses_the_port(page, column):
     """COMPUTE reads LSE for P, and D for dS, which it writes, in a pair in a step of its own."""
-    (name, head_dim), each = KERNELS[column], _port(*KERNELS[column])
-    shown = lambda row: _numbers(row)[column]
+    (name, head_dim), each = KERNELS[page][column], _port(*KERNELS[page][column])
+    shown = lambda row: _numbers(page, row)[column]
     used = lambda *names: sum(each.pop(name, 0.0) for name in names)
     assert used("TMA loads") == pytest.approx(shown("TMA fills of Q, dO, LSE, D"))
     compute = used("COMPUTE P", "COMPUTE dS", "COMPUTE stage dS")
@@ -142,7 +155,7 @@ def test_the_page_shows_who_uses_the_port(column):
         "dQ written and read": used("REDUCE stage dQ", "REDUCE reduce sdQ"),
     }
     if head_dim == 128:
-        wanted = _derived(name)
+        wanted = {"dS to the peer": 0.0} | _derived(page, name)
         wanted["dS to the peer"] *= 2 / 3  # passes of our copy; the paper counts three
     else:
         two = roofline.backward(tile_n=256, head_dim=64).smem_parts
@@ -155,35 +168,71 @@ def test_the_page_shows_who_uses_the_port(column):
 
 
 def test_at_a_glance():
-    one, pair, forward = roofline.backward(), roofline.backward(pair=True), roofline.forward()
-    config, ports = load(7).part(ONE).config, _numbers("at the port, as derived")
+    one, forward, config = roofline.backward(), roofline.forward(), load(7).part(ONE).config
     rate = lambda kernel: kernel.flop / (2 * 128**3)
-    assert _numbers("products") == [rate(forward), rate(one), rate(pair)] == [2, 5, 5]
-    assert _numbers("tensor core, cycles") == [forward.mma, one.mma, pair.mma]
-    assert _numbers("exponentials, cycles of the MUFU")[1:] == [one.exp, pair.exp]
-    assert _numbers("cycles of the port of shared memory") == [forward.smem, one.smem, ports[0]]
-    assert ports[1] == one.smem
-    keys = config.TILE * config.KEY_TILES[128]
-    both = load(7).part(PAIR).config.CTAS * config.TILE
-    assert _numbers("keys that one addition of dQ covers") == [keys, both]
+    assert _numbers(ONE, "products") == [rate(forward), rate(one)] == [2, 5]
+    assert _numbers(ONE, "tensor core, cycles") == [forward.mma, one.mma]
+    assert _numbers(ONE, "exponentials, cycles of the MUFU")[1:] == [one.exp]
+    assert _numbers(ONE, "cycles of the port of shared memory") == [forward.smem, one.smem]
+    assert _numbers(ONE, "at the port, as derived")[0] == one.smem
 
 
-def test_the_page_reconciles_the_roofline(ladder):
+def test_the_pair_at_a_glance():
+    kernels = roofline.backward(), roofline.backward(pair=True)
+    configs = [load(7).part(name).config for name in (ONE, PAIR)]
+    numbers = lambda row: _numbers(PAIR, row)
+    assert numbers("products") == [kernel.flop / (2 * 128**3) for kernel in kernels] == [5, 5]
+    assert numbers("tensor core, cycles") == [kernel.mma for kernel in kernels]
+    assert numbers("exponentials, cycles of the MUFU") == [kernel.exp for kernel in kernels]
+    port = [kernels[0].smem, numbers("at the port, as derived")[0]]
+    assert numbers("cycles of the port of shared memory") == port
+    assert f"the paper counts {kernels[1].smem:.0f}: one more pass" in PAIR_TEXT
+    keys = [configs[0].TILE * configs[0].KEY_TILES[128], configs[1].CTAS * configs[1].TILE]
+    assert numbers("keys that one addition of dQ covers") == keys
+    plans = [config.plan(128) for config in configs]
+    regions = [{row.name: row for row in plan.tmem} for plan in plans]
+    shared = [next(name for name in ("S", "dP") if "dQ" in rows[name].aliases) for rows in regions]
+    columns = [f"{rows['dQ'].columns}, of {name}" for rows, name in zip(regions, shared)]
+    assert _row(PAIR, "dQ in tensor memory, columns") == columns
+    assert numbers("roles") == [len(plan.roles) for plan in plans]
+    assert {row.name for row in plans[1].roles} - {row.name for row in plans[0].roles} == {"RELAY"}
+    assert f"*{configs[1].IDEA}*" in PAIR_TEXT
+
+
+def test_the_pages_reconcile_the_roofline(ladder):
     one, pair = ("roofline", "--backward"), ("roofline", "--backward", "--pair", "--tile-n", "256")
     for command, cycles in ((one, 3328), (pair, 2688)):
-        assert f"`flash-ladder {' '.join(command)}`" in TEXT
+        assert f"`flash-ladder {' '.join(command)}`" in PAIR_TEXT
         assert f" {cycles:,} " in ladder(*command)[1].replace("│", " ")
-    assert "print 3328 and 2688." in TEXT
-    ours = _numbers("at the port, as derived")[0]
+    assert f"`flash-ladder {' '.join(one)}` prints 3328." in TEXT
+    assert "print 3328 and 2688." in PAIR_TEXT
+    ours = _numbers(PAIR, "at the port, as derived")[0]
     passes = roofline.backward(pair=True).smem_parts["dS to the peer"]
     peer = _port(PAIR, 128)["RELAY copy sdX"]
     assert 2688 - ours == passes - peer == passes / 3
     half = passes * B200["smem"] / 1024 / roofline.DSMEM_PASSES
-    assert f"three passes of half of dS, {half:.0f} KiB each" in TEXT
-    assert f"two are left, {peer:.0f} cycles, and {ours:.0f} in all (D)" in TEXT
+    assert f"three passes of half of dS, {half:.0f} KiB each" in PAIR_TEXT
+    assert f"two are left, {peer:.0f} cycles, and {ours:.0f} in all (D)" in PAIR_TEXT
     less = [f"{1 - cycles / 3328:.0%}".replace("%", " %") for cycles in (ours, 2688)]
-    assert f"A pair needs {less[0]} less of the port, {less[1]} by the paper's count" in TEXT
-    assert f"{ours:.0f} and 2688 of 3328" in TEXT
+    assert f"A pair needs {less[0]} less of the port, {less[1]} by the paper's count" in PAIR_TEXT
+    assert f"{ours:.0f} and 2688 of 3328" in PAIR_TEXT
+
+
+def test_what_a_pair_without_the_swap_would_need():
+    """The answer to a question: of the paper's counts, but for the passes of the copy."""
+    one, pair = roofline.backward().smem_parts, roofline.backward(pair=True).smem_parts
+    ours, copy = _numbers(PAIR, "at the port, as derived")[0], _port(PAIR, 128)["RELAY copy sdX"]
+    more = one["dQ written and read"] - pair["dQ written and read"]
+    assert f"{ours - copy + more:.0f} cycles, more than the tensor core" in PAIR_TEXT
+    assert f"(D: {ours:.0f} − {copy:.0f} + {more:.0f})" in PAIR_TEXT
+    config = load(7).part(PAIR).config
+    both, half = config.CTAS * config.TILE, config.HALF
+    assert f"instead of {half} × {both} and {both} × {128 // config.CTAS}" in PAIR_TEXT
+    assert config.TILE * 128 == half * both == both * 128 // config.CTAS
+    plan = config.plan(128)
+    (both_came,) = (row for row in plan.barriers if row.name == "dx_both")
+    count = sum(arrival.count(plan) for arrival in both_came.producers)
+    assert f"the leader's `dx_both`, whose count is {count}" in PAIR_TEXT
 
 
 def test_the_arithmetic_of_the_problem():
@@ -195,14 +244,14 @@ def test_the_arithmetic_of_the_problem():
     assert 2 * 128**3 / B200["tensor"] == 2 * cycles  # S reads two tiles while it works
     assert f"in 16 bits has {tile // 1024} KiB: {cycles:.0f} cycles at 128 bytes a cycle" in TEXT
     assert f"{2 * cycles:.0f} cycles of the port for {2 * cycles:.0f} cycles of work" in TEXT
+    told = f"at most {one.tensor_ceiling * 100:.0f} % of peak (D: {one.mma:.0f} / {one.smem:.0f})"
+    for text in (TEXT, PAIR_TEXT):
+        assert f"A KiB takes {1024 / B200['smem']:.0f} cycles" in text and told in text
     half = tile // 2  # of Q, in a pair
     shown = f"{(tile + half) // 1024} KiB, {(tile + half) / B200['smem']:.0f} cycles (D)"
-    assert f"reads half of Q: {shown}" in TEXT
-    assert f"A KiB takes {1024 / B200['smem']:.0f} cycles" in TEXT
-    assert (
-        f"at most {one.tensor_ceiling * 100:.0f} % of peak (D: {one.mma:.0f} / {one.smem:.0f})"
-        in TEXT
-    )
+    assert f"S reads Q and K, {tile // 1024} KiB each: {2 * cycles:.0f} cycles (D)" in PAIR_TEXT
+    assert f"reads half of Q: {shown}" in PAIR_TEXT
+    assert f"{2 * 4 * 128 * 128 // 1024} KiB for 128 keys (D: 128 · 128 float32" in PAIR_TEXT
     assert f"{4 * 32768 * 16 * 128 / 1e6:.0f} MB for 32 768 tokens, 16 heads" in TEXT
     assert f"{64 * 4 // load(7).part(ONE).config.COPY_BYTES} loads of 16 bytes bring 64" in TEXT
 
@@ -213,11 +262,11 @@ def test_head_dim_64():
     pair = roofline.backward(pair=True, head_dim=64)
     peer = pair.smem_parts["dS to the peer"]
     ours = two.smem / 2
-    assert _numbers("at the port, as derived")[2] == ours
+    assert _numbers(ONE, "at the port, as derived")[1] == ours
     assert f"needs {ours:.0f} cycles of the port a tile pair instead of {one.smem:.0f}" in TEXT
     bare = pair.smem - peer
-    assert f"need {ours:.0f} cycles of the port; a pair needs {bare:.0f}" in TEXT
-    assert f"{bare:.0f}, and {bare + peer * 2 / 3:.0f} with what is copied" in TEXT
+    assert f"need {ours:.0f} cycles of the port; a pair needs {bare:.0f}" in PAIR_TEXT
+    assert f"{bare:.0f}, and {bare + peer * 2 / 3:.0f} with what is copied" in PAIR_TEXT
     terms = [one.smem_parts[name] for name in ("MMA operands", "dS written")]
     assert "Operands take {:.0f} and dS {:.0f} (D).".format(*terms) in TEXT
     dq = [kernel.smem_parts["dQ written and read"] for kernel in (one, two)]
@@ -230,8 +279,9 @@ def test_who_has_what():
     keys = {head_dim: one.TILE * tiles for head_dim, tiles in one.KEY_TILES.items()}
     assert f"A CTA keeps {keys[128]} keys ({keys[64]} at head dim 64)" in TEXT
     assert f"{one.HALF} each: a thread has one key and {one.HALF} queries" in TEXT
-    assert f"So it is one MMA of {pair.TILE} queries and {pair.CTAS * pair.TILE} keys" in TEXT
-    assert f"where each CTA has {pair.HALF} queries" in TEXT
+    both = pair.CTAS * pair.TILE
+    assert f"So it is one MMA of {pair.TILE} queries and {both} keys" in PAIR_TEXT
+    assert f"where each CTA has {pair.HALF} queries" in PAIR_TEXT
     last = next(region for region in one.plan(128).tmem if region.name == "P1")
     columns = f"{last.column} to {last.column + last.columns - 1}"
     second = f"{one.HALF} to {one.TILE - 1}"
@@ -239,8 +289,19 @@ def test_who_has_what():
     assert f"Its P is half as wide and lies in columns {columns}" in TEXT
     assert one.Q_STAGES == {64: 2, 128: 2} and "as Q has two slots" in TEXT
     assert one.DO_STAGES == {64: 2, 128: 1}
-    limit = max(part.DECLARED[128]["slots_per_element"][1] for part in (one, pair))
-    assert "needs fewer than 5.5 [issue slots]" in TEXT and limit <= 5.5
+    for config, text in ((one, TEXT), (pair, PAIR_TEXT)):
+        limit = config.DECLARED[128]["slots_per_element"][1]
+        assert "needs fewer than 5.5 [issue slots]" in text and limit <= 5.5
+
+
+def test_one_slot_for_q_deadlocks_as_the_page_says(monkeypatch):
+    """MMA wants the next Q for S before it issues the dK that frees the only slot."""
+    monkeypatch.setitem(load(7).part(ONE).config.Q_STAGES, 128, 1)
+    with pytest.raises(Deadlock) as stuck:
+        _backward.__wrapped__(ONE, 128, 2)
+    assert "MMA waits for q_full" in str(stuck.value)
+    assert "LOAD waits for q_empty" in str(stuck.value)
+    assert "Set <code>Q_STAGES</code> to 1 at head dim 128." in TEXT and "the deadlock." in TEXT
 
 
 def test_the_buffers_of_a_pair_have_the_sizes_that_the_page_gives():
@@ -250,7 +311,7 @@ def test_the_buffers_of_a_pair_have_the_sizes_that_the_page_gives():
     by_rows, by_columns = (half, 128), (tile, 128 // config.CTAS)
     wanted = {"sQ": by_rows, "sdO": by_rows, "sQt": by_columns, "sdOt": by_columns}
     wanted |= {"sKt": (keys, 128 // config.CTAS), "sdX": (tile, half)}
-    rows = re.findall(r"^\| (`s[^|]*) \| (\d+) \w+ × (\d+)(?: \w+)? \|", PAGE, re.M)
+    rows = re.findall(r"^\| (`s[^|]*) \| (\d+) \w+ × (\d+)(?: \w+)? \|", PAGES[PAIR], re.M)
     sizes = [(re.findall(r"`(\w+)`", names), (int(a), int(b))) for names, a, b in rows]
     assert {name: size for names, size in sizes for name in names} == wanted
     buffers = {row.name: row.slot_bytes for row in config.plan(128).smem}
@@ -291,10 +352,10 @@ def test_p_over_s_spoils_what_the_page_says(monkeypatch):
     assert "its first columns of P, {} to {}, over S".format(*columns) in TEXT
 
 
-@pytest.mark.parametrize("column", range(3))
-def test_the_tensor_core_of_a_tile(monkeypatch, column):
+@pytest.mark.parametrize(("page", "column"), COLUMNS)
+def test_the_tensor_core_of_a_tile(monkeypatch, page, column):
     """FLOP of the MMAs that the model issues, at full rate; a pair's are of two CTAs."""
-    (name, head_dim), flop, mma = KERNELS[column], [], Role.mma
+    (name, head_dim), flop, mma = KERNELS[page][column], [], Role.mma
 
     def counted(role, *arguments, **options):
         flop.append(2 * math.prod(arguments[4]) / (2 if options.get("pair") else 1))
@@ -304,7 +365,8 @@ def test_the_tensor_core_of_a_tile(monkeypatch, column):
     _backward.__wrapped__(name, head_dim, 2)
     steps = 2 * load(7).part(ONE).config.KEY_TILES[head_dim]
     cycles = sum(flop) / B200["tensor"] / steps
-    assert _numbers("tensor core")[column] == cycles == roofline.backward(head_dim=head_dim).mma
+    shown = _numbers(page, "tensor core")[column]
+    assert shown == cycles == roofline.backward(head_dim=head_dim).mma
 
 
 # ---- one CTA against a pair -----------------------------------------------------------------
@@ -316,16 +378,15 @@ def test_the_factor_with_and_without_what_the_paper_does_not_count():
     kinds = ((WITHOUT_READS,), (WITHOUT_FILLS,), (WITHOUT_READS, WITHOUT_FILLS))
     factors = [_step(ONE, 128, *left_out) / _step(PAIR, 128, *left_out) for left_out in kinds]
     told = "Without reads of LSE and D the factor is {:.2f}, without fills by TMA {:.2f}, without"
-    assert f"{told} both {{:.2f}}, all in the steady state".format(*factors) in TEXT
+    assert f"{told} both {{:.2f}}, all in the steady state".format(*factors) in PAIR_TEXT
     assert min(factors) > _step(ONE, 128) / _step(PAIR, 128)  # what is left out hides some of it
-    assert all(f"`--set {setting}`" in TEXT for setting in kinds[2])
+    assert all(f"`--set {setting}`" in PAIR_TEXT for setting in kinds[2])
 
 
 def test_what_the_page_says_of_one_cta():
     one, port = _step(ONE, 128), sum(_port(ONE, 128).values())
-    assert f"busy for {port:.0f} of {one:.0f} cycles in one CTA" in TEXT
+    assert f"busy for {port:.0f} of {one:.0f} cycles at head dim 128" in TEXT
     assert f"the tensor core for {roofline.backward().mma / one * 100:.0f} %" in TEXT
-    assert f"{B200['sms']:.0f} SMs, {B200['clock'] / 1e9:.2f} GHz;" in TEXT
 
 
 def _tflops(name: str, *settings: str) -> float:
@@ -336,19 +397,20 @@ def _tflops(name: str, *settings: str) -> float:
 
 def test_the_page_compares_the_model_with_what_was_published():
     one, pair = (_tflops(name) for name in (ONE, PAIR))
-    assert f"gives them {one:.0f} and {pair:.0f} TFLOP/s" in TEXT
+    assert f"gives them {one:.0f} and {pair:.0f} TFLOP/s" in PAIR_TEXT
+    assert f"{B200['sms']:.0f} SMs, {B200['clock'] / 1e9:.2f} GHz;" in PAIR_TEXT
     slow, fast = PUBLISHED["non-causal"]
-    assert f"have {slow} and {fast} (Q: that pull request)" in TEXT
+    assert f"have {slow} and {fast} (Q: that pull request)" in PAIR_TEXT
     off = f"That is {100 - 100 * one / slow:.0f} % too little and {100 * pair / fast - 100:.0f} %"
-    assert f"{off} too much, {pair / one:.2f} in all" in TEXT
+    assert f"{off} too much, {pair / one:.2f} in all" in PAIR_TEXT
     least, most = sorted(f"{b / a:.2f}" for a, b in PUBLISHED.values())
-    assert f"published are {least[-1]} to {most[-1]} % (Q: pull request 2280" in TEXT
+    assert f"published are {least[-1]} to {most[-1]} % (Q: pull request 2280" in PAIR_TEXT
     steady = _step(ONE, 128) / _step(PAIR, 128)
-    assert f"Probably {least} to {most} times, as published" in TEXT
-    assert f"not {steady:.2f} times as in the model (D)" in TEXT
-    assert f"{BEST[1] / BEST[0]:.2f} between the paper's best" in TEXT
+    assert f"Probably {least} to {most} times, as published" in PAIR_TEXT
+    assert f"not {steady:.2f} times as in the model (D)" in PAIR_TEXT
+    assert f"{BEST[1] / BEST[0]:.2f} between the paper's best" in PAIR_TEXT
     bare = [_tflops(name, WITHOUT_READS, WITHOUT_FILLS) for name in (ONE, PAIR)]
-    assert "the two would have {:.0f} and {:.0f} TFLOP/s".format(*bare) in TEXT
+    assert "the two would have {:.0f} and {:.0f} TFLOP/s".format(*bare) in PAIR_TEXT
     assert bare[0] > slow and bare[1] > fast
 
 
@@ -360,7 +422,7 @@ def test_what_the_page_says_of_other_figures():
     ]
     copy = f"128 bytes a cycle instead of {B200['dsmem']:.0f} the factor is"
     told = "{:.2f}; with dQ added twice as fast it is {:.2f}.".format(*factors)
-    assert f"{copy} {told}" in TEXT
+    assert f"{copy} {told}" in PAIR_TEXT
 
 
 def test_the_tensor_core_of_one_cta_idles_between_dq_and_dp():
@@ -375,7 +437,7 @@ def test_the_tensor_core_of_one_cta_idles_between_dq_and_dp():
     text = (
         f"{begun - done:.0f} cycles a step between dQ and the next dP, {there - done:.0f} until dO"
     )
-    assert f"idles {text} is there and {begun - there:.0f} more" in TEXT
+    assert f"idles {text} is there and {begun - there:.0f} more" in PAIR_TEXT
 
 
 # ---- evidence -------------------------------------------------------------------------------
@@ -383,18 +445,22 @@ def test_the_tensor_core_of_one_cta_idles_between_dq_and_dp():
 
 def test_the_page_shows_the_counts_of_the_evidence():
     (run,) = load(7).evidence["runs"]
-    assert f"{run['gpu']}, driver {run['driver']}, {run['date']}, rewritten" in TEXT
-    assert run["tests"]["failed"] == 0
-    assert f"{run['tests']['passed']} checks passed (M: `{run['command']}`)" in TEXT
+    where = f"{run['gpu']}, driver {run['driver']}, {run['date']}, rewritten"
+    passed = f"{where}: {run['tests']['passed']} checks passed"
+    assert run["tests"]["failed"] == 0 and f"{passed} (M: `{run['command']}`)" in TEXT
+    assert f"{passed}, the pair's among them (M: `{run['command']}`;" in PAIR_TEXT
     names = {row["kernel"].replace("-sm_100a-bfloat16", ""): row for row in run["mutation"]}
     rows = [names.pop(name) for name in ("07-d128", f"07-{ONE}-d128", f"07-{PAIR}-d128")]
     rows.append(names.pop(f"07-{ONE}-d64"))
     counts = [row["counts"] for row in rows]
     assert not names and not any(row["unexplained"] for row in counts)
+    forward, one, pair, narrow = (row["sites"] for row in counts)
     assert (
-        "Of {}, {} and {} waits, arrivals and fences that were left out at head dim 128, and of {} "
-        "of one CTA at 64, none is unexplained".format(*(row["sites"] for row in counts))
+        f"Of {forward} waits, arrivals and fences of the forward and {one} of one CTA that were "
+        f"left out at head dim 128, and of {narrow} of one CTA at 64, none is unexplained"
     ) in TEXT
+    told = f"Of {pair} waits, arrivals and fences that were left out, none is unexplained"
+    assert told in PAIR_TEXT
     memory, case = run["sanitizer"], sanitize.small_case(load(7), "bfloat16", 128)
     assert memory["errors"] == 0 and memory["tool"] == "memcheck"
     assert set(memory["kernels"]) == {

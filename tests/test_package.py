@@ -180,7 +180,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     parts = ("__init__.py", "__main__.py", "py.typed", "common/cli.py", "common/model/sm.py")
     assert {f"flash_ladder/{part}" for part in parts} <= set(names)
     for folder in _stage_folders():
-        files = [*folder.iterdir(), *folder.glob("*/*.py")]  # the stage's own, those of its parts
+        parts = [path for path in folder.glob("*/*") if path.suffix in (".py", ".md")]
+        files = [*folder.iterdir(), *parts]
         names_of = {path.relative_to(folder).as_posix(): path.suffix for path in files}
         wanted = {name for name, suffix in names_of.items() if suffix in (".py", ".md", ".json")}
         prefix = f"flash_ladder/{folder.name}/"
@@ -188,6 +189,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
         assert {"kernel.py", "config.py", "README.md"} <= wanted
     suffixes = {pathlib.PurePath(name).suffix for name in names if name.startswith("flash_ladder/")}
     assert suffixes <= {".py", ".cu", ".md", ".json", ".typed"}
+    assert "flash_ladder/07/backward_2cta/README.md" in names
     common = {path.relative_to(ROOT).as_posix() for path in (ROOT / "common").rglob("*.py")}
     assert {f"flash_ladder/{name}" for name in common} <= set(names)
 

@@ -298,9 +298,9 @@ def test_a_derived_time_of_a_backward(backward, monkeypatch):
 
 
 def test_edges_of_a_part_are_listed_by_its_name(seven, tmp_path, monkeypatch):
-    (tmp_path / "07").mkdir()
-    (tmp_path / "07/README.md").write_text(
-        "**Ordered by A1\nalone**: `O0` before `S0`.\n"
+    (tmp_path / "07" / NAME).mkdir(parents=True)
+    (tmp_path / "07/README.md").write_text("**Ordered by A1\nalone**: `O0` before `S0`.\n")
+    (tmp_path / "07" / NAME / "README.md").write_text(
         "**Ordered by A1 alone in `backward_torch`**: `dV` before `S`, `dK` before\n`dP` at head "
         "dim 64.\n"
     )

@@ -10,19 +10,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import flash_ladder
 import pytest
 import torch
 import typer
 from flash_ladder.common import cli
 from flash_ladder.common.model import B200
+from flash_ladder.common.site_checks import nav_pages, source_file
 
 ROOT = Path(__file__).parent.parent
 PATHS = sorted((ROOT / "docs" / "paths").glob("*.md"))
 TEXTS = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "stages").glob("*/README.md")),
+    *sorted((ROOT / "stages").rglob("README.md")),
 ]
 TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
@@ -54,22 +54,34 @@ def test_there_are_three_paths():
 LINK = re.compile(r"^\[([\w-]+)\]: (\S+?)(#\S+)?$", re.M)
 
 
-@pytest.mark.parametrize("number", flash_ladder.built())
-def test_a_stage_page_links_to_the_same_pages_in_the_repository_and_on_the_site(number):
+def shown(path: Path) -> Path:
+    """The file whose text is at `path`: of a page of the site, what it includes."""
+    docs = ROOT / "docs"
+    return source_file(ROOT, path.relative_to(docs).as_posix()) if docs in path.parents else path
+
+
+STAGE_PAGES = [page for page in nav_pages(ROOT / "mkdocs.yml") if page.startswith("stages/")]
+
+
+@pytest.mark.parametrize("page", STAGE_PAGES)
+def test_a_stage_page_links_to_the_same_pages_in_the_repository_and_on_the_site(page):
     """README.md has links as the repository needs them; the site's page, which includes it, defines
     them again, and the last definition counts."""
-    pages = ROOT / f"stages/{number:02d}/README.md", ROOT / f"docs/stages/{number:02d}/index.md"
+    pages = source_file(ROOT, page), ROOT / "docs" / page
     found = [
         {
-            name: ((page.parent / path).resolve(), anchor)
+            name: (shown((page.parent / path).resolve()), anchor)
             for name, path, anchor in LINK.findall(text)
         }
         for page, text in ((page, page.read_text(encoding="utf-8")) for page in pages)
     ]
     assert found[0] == found[1]
     assert all(path.is_file() for path, _ in found[0].values())
-    used = re.findall(r"\]\[([\w-]+)\]", pages[0].read_text(encoding="utf-8"))
-    assert set(used) == set(found[0])
+    text = pages[0].read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\[([\w-]+)\]", text)) == set(found[0])
+    folders = re.findall(r"\]\((\.\.[^)#]+)", text)  # of an index page they are right on the site
+    assert not folders or pages[1].name == "index.md", "builders differ in links of other pages"
+    assert all((pages[0].parent / folder).is_dir() for folder in folders)
 
 
 def check_command(words: list[str]) -> None:

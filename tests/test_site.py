@@ -13,7 +13,7 @@ from flash_ladder.common import site_checks as checks
 
 ROOT = Path(__file__).parent.parent
 PAGES = checks.nav_pages(ROOT / "mkdocs.yml")
-STAGE_PAGES = [page.removesuffix("/index.md") for page in PAGES if page.startswith("stages/")]
+STAGE_PAGES = [page for page in PAGES if page.startswith("stages/")]  # a part may have one, too
 
 
 @pytest.mark.parametrize("builder", building.FOLDERS)
@@ -171,13 +171,52 @@ HEADINGS = [
 ]
 
 
-@pytest.mark.parametrize("folder", STAGE_PAGES)
-def test_stage_page_follows_the_template(folder, site):
-    text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
-    assert re.findall(r"^## (.+)$", text, re.M) == HEADINGS
-    assert "**Prediction.**" in text and text.count("<summary>") == 3
-    page = (site / folder / "index.html").read_text(encoding="utf-8")
-    assert "<caption>barriers" in page and '<div class="fl-roles">' in page and "```" not in page
+def template_problems(text: str) -> list[str]:
+    """What the page of a stage or part lacks of the template: headings in order, their content."""
+    parts = re.split(r"^## (.+)\n", text, flags=re.M)
+    sections = dict(zip(parts[1::2], parts[2::2]))
+    found = [] if parts[1::2] == HEADINGS else [f"headings {parts[1::2]}"]
+    wanted = {  # section: what its text must match
+        "Roadmap": r"\*\*\d\d\s[^*]+\*\*(.|\n)*^Prerequisites:(.|\n)*\bStatus:",
+        "At a glance": r"^\|[-|]+\|$|^```config-table ",
+        "The problem": r"\*\*Prediction\.\*\*",
+        "The diff": r"^```(stage-diff|code) ",
+        "Walk through the code": r"^```(code|config-table) ",
+        "Synchronisation": r'^```config-table .*table="barriers"(.|\n)*^```roles ',
+        "Measured": r"\((M|D)[:)]",
+        "Run it": r"^```bash\npytest stages/\d\d ",
+        "Check yourself": r"(?:<summary>(?:.|\n)*?</details>(?:.|\n)*){3}",
+        "Where production differs": r"^\*\*Next\.\*\*",
+    }
+    for section, pattern in wanted.items():
+        if not re.search(pattern, sections.get(section, ""), re.M):
+            found.append(f"{section}: nothing matches {pattern}")
+    return found + [f"{name}: empty" for name, body in sections.items() if not body.strip()]
+
+
+def test_every_stage_page_is_in_the_navigation():
+    """With that of the pair of stage 07, right below the page of the stage."""
+    sources = [checks.source_file(ROOT, page) for page in STAGE_PAGES]
+    folders = [path.parent.relative_to(ROOT / "stages").as_posix() for path in sources]
+    assert folders == sorted(folders) and "07/backward_2cta" in folders
+    assert set(sources) == set((ROOT / "stages").rglob("README.md"))
+
+
+@pytest.mark.parametrize("page", STAGE_PAGES)
+def test_stage_page_follows_the_template(page, site):
+    text = checks.source_file(ROOT, page).read_text(encoding="utf-8")
+    assert template_problems(text) == []
+    built = checks.built_file(site, page).read_text(encoding="utf-8")
+    assert "<caption>barriers" in built and '<div class="fl-roles">' in built and "```" not in built
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+@pytest.mark.parametrize("page", [page for page in STAGE_PAGES if page.startswith("stages/07/")])
+def test_a_page_that_lacks_a_section_is_noticed(page, heading):
+    text = checks.source_file(ROOT, page).read_text(encoding="utf-8")
+    section = re.compile(rf"^## {heading}\n(?:(?!## ).*\n)*", re.M)
+    assert template_problems(section.sub("", text)) != []
+    assert template_problems(section.sub(f"## {heading}\n\n", text)) != []
 
 
 PRIMERS = [page.removesuffix(".md") for page in PAGES if page.startswith("primers/")]
