@@ -86,7 +86,7 @@ def flash_attn_func(
     """
     check_arguments((q, k, v), 4, "(batch, seqlen, heads, head_dim)", deterministic)
     scale, sides = scale_of(softmax_scale, q), window(causal, window_size)
-    out, lse = _attend(q, k, v, ((None,) * 4, None, None, scale, *sides))
+    out, lse = _attend(q, k, v, _NONE, (None, None, scale, *sides))
     return (out, lse) if return_lse else out
 
 
@@ -132,7 +132,7 @@ def flash_attn_varlen_func(
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     check_types(lengths)
     most = number("max_seqlen_q", max_seqlen_q), number("max_seqlen_k", max_seqlen_k)
-    out, lse = _attend(q, k, v, (lengths, *most, scale, *sides))
+    out, lse = _attend(q, k, v, lengths, (*most, scale, *sides))
     return (out, lse) if return_lse else out
 
 
@@ -140,23 +140,22 @@ _KNOWN: dict[tuple, Problem] = {}  # See Note [Known problems]
 MOST_KNOWN = 1024
 
 
-def _attend(q, k, v, options: tuple) -> tuple[Tensor, Tensor]:
-    """(out, lse), by torch's dispatcher or past it. options: (lengths, *numbers of _OPTIONS)."""
-    lengths, *numbers_ = options
-    given = [x for x in (q, k, v, *lengths) if x is not None]
-    if _traced() or not all(type(x) in _PLAIN for x in given):
-        return torch.ops.flash_ladder.attention(q, k, v, *lengths, *numbers_)
-    key = *[_layout(x) if x is not None else None for x in (q, k, v, *lengths)], options[1:]
+def _attend(q, k, v, lengths: tuple, values: tuple) -> tuple[Tensor, Tensor]:
+    """(out, lse), by torch's dispatcher or past it. lengths, values: of _OPTIONS."""
+    given = (q, k, v) if lengths is _NONE else (q, k, v, *lengths)
+    if _traced() or not _PLAIN.issuperset(map(type, given)):
+        return torch.ops.flash_ladder.attention(q, k, v, *lengths, *values)
+    key = (*map(_layout, given), values)
     known = _KNOWN.get(key)
     if not known:
-        known = _problem(q, k, v, (*lengths, *numbers_))  # raises what must be said
-        found = torch.ops.flash_ladder.attention(q, k, v, *lengths, *numbers_)
+        known = _problem(q, k, v, (*lengths, *values))  # raises what must be said
+        found = torch.ops.flash_ladder.attention(q, k, v, *lengths, *values)
         if len(_KNOWN) >= MOST_KNOWN:
             _KNOWN.clear()
         _KNOWN[key] = known
         return found
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _ShortCut.apply(q, k, v, *lengths, numbers_, known)
+        return _ShortCut.apply(q, k, v, (known, lengths, values))
     return _forward(_with_lengths(known, q, k, lengths), q, k, v)
 
 
@@ -164,11 +163,12 @@ class _ShortCut(torch.autograd.Function):
     """`attention` of a known problem, differentiable; see Note [Known problems]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, *options):
-        *ctx.lengths, ctx.numbers, problem = options
+    def forward(ctx, q, k, v, options: tuple):
+        problem, ctx.lengths, ctx.values = options
         ctx.problem = _with_lengths(problem, q, k, ctx.lengths)
         out, lse = _forward(ctx.problem, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse, *ctx.lengths)
+        saved = () if ctx.lengths is _NONE else ctx.lengths
+        ctx.save_for_backward(q, k, v, out, lse, *saved)
         ctx.set_materialize_grads(False)  # what of dout and dlse is not asked for stays None
         return out, lse
 
@@ -178,17 +178,18 @@ class _ShortCut(torch.autograd.Function):
         if _traced() or torch.is_grad_enabled() or _batched(dout, dlse):  # create_graph=True
             dout = torch.zeros_like(out) if dout is None else dout
             dlse = torch.zeros_like(lse) if dlse is None else dlse
-            given = dout, dlse, q, k, v, out, lse, *lengths, *ctx.numbers
+            given = dout, dlse, q, k, v, out, lse, *(lengths or _NONE), *ctx.values
             gradients = torch.ops.flash_ladder.attention_backward(*given)
         else:
             problem = ctx.problem
             if any(x is not y for x, y in zip(lengths, ctx.lengths)):  # a hook has kept others
                 problem = _with_lengths(problem, q, k, lengths)
             gradients = _backward(problem, dout, dlse, q, k, v, out, lse)
-        return (*gradients, *(None,) * 6)
+        return *gradients, None
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_NONE = (None,) * 4  # lengths of a batch whose entries have all their rows
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def _batched(*gradients: Tensor | None) -> bool:
@@ -197,8 +198,10 @@ def _batched(*gradients: Tensor | None) -> bool:
     return any(x is not None and batched(x) for x in gradients)
 
 
-def _layout(x: Tensor) -> tuple:
+def _layout(x: Tensor | None) -> tuple | None:
     """All of a tensor that checks look at."""
+    if x is None:
+        return None
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGN_BYTES
 
 
@@ -327,7 +330,9 @@ def _as_kernels_take(q, k, v) -> tuple[Tensor, Tensor, Tensor]:
     group = q.shape[-2] // k.shape[-2]  # See Note [Grouped heads]
     if group > 1:
         k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
-    return tuple(loadable(x[None] if x.dim() == 3 else x) for x in (q, k, v))
+    if q.dim() == 3:
+        q, k, v = q[None], k[None], v[None]
+    return loadable(q), loadable(k), loadable(v)
 
 
 def check_device(device: torch.device) -> None:
