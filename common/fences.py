@@ -262,6 +262,9 @@ def _warps(warps: range) -> str:
 
 
 def _arrivals(arrivals: tuple[Arrival, ...], plan: Plan) -> str:
+    threads = {row.role for row in arrivals if row.unit == "thread"}
+    if len(threads) > 1 and threads == {role.name for role in plan.roles}:
+        return f"all roles ({plan.threads} by thread)"
     parts = [f"{row.role} ({row.count(plan)} by {row.unit})" for row in arrivals]
     return html.escape(" + ".join(parts))
 

@@ -230,6 +230,7 @@ def test_config_table_numbers_come_from_the_plan():
     row = re.search(r"<tr><td><code>p_full0/1</code>.*?</tr>", both)[0]
     assert "SOFTMAX0/1 (128 by thread)" in row and ">1</td>" in row and "p_full1" not in both
     assert both.count("<tr>") == 1 + 3 + 8 and "named 0" in both  # head, shared, of each tile
+    assert both.count("all roles (512 by thread)") == 2 and "EMPTY" not in both  # start
     smem = text_of(fence('config-table stage="01" head_dim="128" table="smem"'))
     assert f"{fences.stage_config(1).plan(128).smem_bytes:,}" in smem
     envelope = text_of(fence('config-table stage="01" head_dim="128" table="envelope"'))
