@@ -506,7 +506,8 @@ def test_the_page_of_masks_says_what_the_tests_are():
     for words in (
         f"The {run['tests']['passed']} tests are {cases} cases",
         f"{checks} checks (with them {random} random masks and lengths)",
-        f"{numbers[len(run['adversaries'])]} adversaries, and {numbers[len(logs)]} kernels",
+        f"{numbers[len(run['adversaries'])]} [adversaries][adversary], and "
+        f"{numbers[len(logs)]} kernels",
         f"{sum(row['ctas'] for row in logs)} CTAs and pairs",
         f"{sum(row['acts'] for row in logs):,} steps".replace(",", " "),
     ):

@@ -42,10 +42,8 @@ def test_the_page_says_what_a_causal_mask_costs():
     idle = left * busy[1] / busy[0]
     mean = busy[1] * on["sms"] * causal.time.cycles / causal.time.ctas
     assert idle * bare / mean == pytest.approx(causal.time.tflops / full.time.tflops)
-    cycles, once = (
-        round(tile),
-        sum(round(part, -1) for part in (full.phases.prologue, full.phases.epilogue)),
-    )
+    cycles = round(tile)
+    once = sum(round(part, -1) for part in (full.phases.prologue, full.phases.epilogue))
     shown = f"½ · (64 · {cycles} + {once:.0f}) / (33 · {cycles} + {once:.0f})"
     assert sum(visited) / len(visited) == 33 and len(visited) == 32
     assert (64 * cycles + once) / (33 * cycles + once) / 2 == pytest.approx(left, abs=5e-4)
@@ -91,9 +89,8 @@ def test_the_page_says_how_rows_are_counted_twice():
     rows, last, end = map(int, found.groups())
     x = rows - (last + 1)
     assert end == last + 1 and x + end - rows == 0
-    assert (
-        f"and row 0 is x = {x}. Row {end}, the next sequence's first, would be x = {rows}" in TEXT
-    )
+    told = f"and row 0 is x = {x}. Row {end}, the next sequence's first, would be x = {rows},"
+    assert told in TEXT
     cu_seqlens = list(map(int, re.search(r"tensor\(\[(.*?)\]", PAGE)[1].split(",")))
     begin, end = cu_seqlens[-2:]
     x = cu_seqlens[-1] - (end - begin)
