@@ -163,7 +163,7 @@ def test_page_05_says_what_an_emulated_exponential_costs(dsl):
         round((named["mufu"][0] - total) / (mufu + round(slots, 1)))
         for total in (issue, compiled(4, 64).model.cycles["issue_all_max"])
     )
-    assert f"level at about {level} of 128, at head dim 64 at about {level_64} (D)" in text
+    assert f"level at about {level} of 128, at head dim 64 at about {level_64} (D: " in text
     assert (
         f"{issue} + {slots:.1f} · {level} ≈ {named['mufu'][0]:.0f} − {mufu:.0f} · {level})" in text
     )
@@ -180,7 +180,7 @@ def test_page_05_says_when_o_is_rescaled(dsl):
     rescaled = round(turns / 4)  # unrolled by two, of two query tiles
     late, soon = (p_latency(loop)[0] for loop in _copies(found))
     told = (
-        f"`CORRECTION` needs {rescaled} more. O is still rescaled in time: after 411 + {rescaled} ="
+        f"`CORRECTION` needs {rescaled} more: O is still rescaled in time, after 411 + {rescaled} ="
     )
     told += f" {411 + rescaled} cycles, before the {late} (other copy: {soon}) of 3/4 of P"
     assert stats == pytest.approx(411, abs=1.5) and told in _page_05()
