@@ -50,6 +50,43 @@ def test_what_must_be_exact_is():
     assert exp2.exp2(far, CONFIG.POLYNOMIAL).tolist() == [0.0, 0.0, 0.0]
 
 
+def _page() -> str:
+    return " ".join((STAGE.folder / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_the_page_says_how_far_off_an_emulated_exponential_is():
+    """Relative down to -126; below, where no exponent is left, absolute."""
+    x = np.linspace(-127.0, 0.0, 1_270_001, dtype=np.float32)
+    bits = exp2.exp2(x, CONFIG.POLYNOMIAL).astype(np.float64)
+    exact = 2.0 ** x.astype(np.float64)
+    normal = x >= -126
+    relative = np.abs(bits / exact - 1)
+    told = (
+        "at most {:.1e} relative to the exact value for x ≥ −126, below by at most {:.1e} absolute"
+    )
+    told = told.format(relative[normal].max(), np.abs(bits - exact)[~normal].max())
+    assert told.replace("e-05", "e-5") in _page()
+    assert relative[~normal & (x > -127)].max() > 0.4  # so no relative bound holds there
+
+
+def test_the_page_says_what_rounding_to_the_nearest_would_change():
+    """These coefficients on [-1/2, 1/2], and what no others of degree 3 with p0 = 1 go below there.
+
+    weights make a sum over four points that is 0 for f, f^2 and f^3 over 2^f, so the same for the
+    relative error of all of them; a largest error times sum(abs(weights)) is at least that.
+    """
+    f = np.linspace(-0.5, 0.5, 20_001)
+    ours = sum(c * f**k for k, c in enumerate(CONFIG.POLYNOMIAL)) / 2.0**f - 1
+    at = np.array([-0.5, -0.342, 0.301, 0.5])
+    weights = np.linalg.svd(np.stack([at**k / 2.0**at for k in (1, 2, 3)]))[2][-1]
+    least = abs(weights @ (1 / 2.0**at - 1)) / np.abs(weights).sum()
+    told = (
+        "they are off by up to {:.1e} (D). Others would gain nothing: {:.1e} at least with p0 = 1"
+    )
+    assert told.format(np.abs(ours).max(), least).replace("e-0", "e-") in _page()
+    assert least > 8.6e-5
+
+
 def test_an_emulated_exponential_loses_a_nan():
     assert MODEL.exp2_emulated(torch.tensor([math.nan])).item() <= 2.0**-126  # 0 in the kernel
 
@@ -97,7 +134,7 @@ def test_the_page_says_how_many_sites_are_redundant():
     redundant = [row.site for row in report.verdicts if row.label == "redundant"]
     start = [site for site in redundant if site.function == "begin"]
     roles = len(CONFIG.plan(128).roles)
-    page = " ".join((STAGE.folder / "README.md").read_text(encoding="utf-8").split())
+    page = _page()
     assert (
         f"Of {sites} waits, arrivals and fences deleted from the *model* in turn, "
         f"{sites - counts['redundant']} are noticed; the other {counts['redundant']} are redundant"

@@ -392,6 +392,37 @@ def test_page_05_says_how_long_mma_waits_for_k_in_stage_04():
     assert round_ == pytest.approx(2 * _cycles(4, 128), abs=1)
 
 
+def test_page_05_says_what_the_mufu_does_at_head_dim_64():
+    """In the steady state of stage 04 it has both tiles' exponentials at once, then waits."""
+    busy = _times(_run(4, 256, 16, 64), ["mufu"])[4:10]
+    (work,) = {round(end - start) for start, end in busy}
+    pause = {round(after[0] - before[1]) for before, after in pairwise(busy)}
+    page = " ".join((load(5).folder / "README.md").read_text(encoding="utf-8").split())
+    assert (
+        pause == {637} and f"MUFU for {work} cycles, then it waits 637 for both next S (D)" in page
+    )
+
+
+def test_page_05_says_what_is_faster_at_head_dim_64(monkeypatch):
+    """In the steady state, there without emulation too, and in the timeline."""
+    page = " ".join((load(5).folder / "README.md").read_text(encoding="utf-8").split())
+    steady = _cycles(4, 64) / _cycles(5, 64) - 1
+    drawn = [derived.small_run(load(n), B200, 64, 512).cta_cycles[0] for n in (4, 5)]
+    assert f"At head dim 64 stage 05 is {100 * steady:.0f} % faster in the model" in page
+    assert f"stage 05 is {100 * (drawn[0] / drawn[1] - 1):.0f} % faster here (D)" in page
+    monkeypatch.setitem(load(5).config.EMULATED, 64, (0, 0, 0, 0))
+    assert f"nothing emulated it takes {_cycles(5, 64):.0f} cycles (D)" in page
+
+
+def test_page_05_says_what_a_fourth_slot_would_bring(monkeypatch):
+    """For which no SM has room."""
+    monkeypatch.setattr(plan, "MAX_SMEM_BYTES", 2 * plan.MAX_SMEM_BYTES)
+    for number in (4, 5):
+        monkeypatch.setitem(load(number).config.KV_STAGES, 128, 4)
+    page = " ".join((load(5).folder / "README.md").read_text(encoding="utf-8").split())
+    assert f"it would be {_cycles(4, 128):.0f} and {_cycles(5, 128):.0f} (D)" in page
+
+
 def test_page_02_says_what_a_key_tile_waits_for():
     """In the steady state, at tile 4: loads, both products with their latency, the softmax."""
     spans = [s for s in _run(2, 128, 8, 128).trace if s.engine == "barrier" and s.tile == 4]
