@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .envelope import TILE_ROWS, Problem, check, check_model_options
+from .envelope import TILE_ROWS, Problem, check, check_model_options, recorded
 from .launch import (
     contiguous_like,
     current_execution,
@@ -57,7 +57,7 @@ def attention(stage: Stage, q, k, v, softmax_scale, return_lse: bool, mask: dict
 
 def attend(stage: Stage, problem: Problem, q, k, v) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked tensors (b, s, h, d); differentiable where an input requires grad."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if recorded(q, k, v):
         return _Attention.apply(q, k, v, stage, problem)
     return forward(stage, problem, *map(loadable, (q, k, v)))
 

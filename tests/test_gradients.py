@@ -129,6 +129,8 @@ def test_without_gradients_nothing_is_kept(kernels):
     leaves = _leaves(problem)
     with torch.no_grad():
         assert kernels.stage.attention(*leaves).grad_fn is None
+    with torch.inference_mode(), torch.enable_grad():
+        assert not kernels.stage.attention(*leaves).requires_grad
     assert not kernels.calls
 
 
@@ -152,6 +154,16 @@ def test_dout_is_copied_only_where_it_must_be(kernels):
     for x in (one, late, odd):
         found = given_for(x)
         assert found.is_contiguous() and found.data_ptr() % 16 == 0 and torch.equal(found, x)
+
+
+def test_the_gradient_of_lse_has_its_signs_in_memory(kernels):
+    leaves = _leaves(_case().problem())
+    _, lse = kernels.stage.attention(*leaves, return_lse=True)
+    given = []
+    lse.register_hook(given.append)
+    (torch.complex(torch.zeros_like(lse), lse).conj() * (1 + 2j)).real.sum().backward()
+    found = kernels.calls[0][1][3]
+    assert given[0].is_neg() and not found.is_neg() and torch.equal(found, given[0])
 
 
 def test_a_second_derivative_is_refused(kernels):

@@ -116,6 +116,8 @@ def test_tensors_that_want_gradients_pass_under_no_grad(stage):
     q, k, v = (x.requires_grad_() for x in _qkv())
     with torch.no_grad():
         check(stage, q, k, v, need_cuda=False)
+    with torch.inference_mode(), torch.enable_grad():
+        check(stage, q, k, v, need_cuda=False)
     check(stage, q.detach(), k.detach(), v.detach(), need_cuda=False)
     with pytest.raises(ValueError, match="but q, k, v requires grad"):
         check(stage, q, k, v, need_cuda=False)
@@ -183,6 +185,13 @@ def test_a_kernel_gets_tensors_without_autograd():
     for tensor in (leaf, leaf[..., 0]):
         found = loadable(tensor)
         assert not found.requires_grad and found.data_ptr() == tensor.data_ptr()
+
+
+def test_a_kernel_gets_the_signs_in_memory():
+    pairs = torch.arange(1024.0).view(2, 8, 32, 2)
+    for tensor in (torch.view_as_complex(pairs).conj().imag, torch._neg_view(pairs.bfloat16())):
+        found = loadable(tensor)
+        assert tensor.is_neg() and not found.is_neg() and torch.equal(found, tensor)
 
 
 def test_every_native_target_can_be_compiled_for(stage):

@@ -132,6 +132,12 @@ REFUSED = {
         TypeError,
         "cu_seqlens_q must be a dense (strided) tensor; got a torch.sparse_coo one",
     ),
+    "nested lengths": (
+        None,
+        CU | {"cu_seqlens_q": torch.nested.as_nested_tensor([_int(0, 1)], layout=torch.jagged)},
+        TypeError,
+        "cu_seqlens_q must be a dense (strided) tensor; got a nested one",
+    ),
     "lengths that fall by more than an int32": (
         None,
         CU | {"cu_seqlens_k": _int(0, 2**31 - 1, -(2**31))},
