@@ -114,6 +114,19 @@ def test_what_the_kernels_are_given(kernels):
     assert all(x.is_contiguous() for x in (pre[4], pre[5], main[6], main[7], post[1]))
 
 
+def test_torchs_default_dtype_is_not_that_of_lse(monkeypatch):
+    monkeypatch.setattr(gradients, "_ZEROS", {})
+    q = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
+    problem = check(load(8), q, q, q, need_cuda=False, causal=True)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        zero, saved = gradients._zero(q.device), gradients.oracle_forward(problem, q, q, q)
+    finally:
+        torch.set_default_dtype(before)
+    assert zero.dtype == saved.lse.dtype == torch.float32
+
+
 @pytest.mark.parametrize("wanting", ["q", "kv", "v"])
 def test_only_inputs_that_want_gradients_get_them(kernels, wanting):
     problem = _case().problem()
