@@ -244,6 +244,16 @@ def test_the_short_cut_gives_what_the_operator_gives(short_cut, heads_kv, length
         assert all(map(torch.equal, row, rows[0]))
 
 
+@pytest.mark.parametrize("of", range(2))
+def test_a_gradient_that_is_not_there_costs_no_zeros(short_cut, monkeypatch, of):
+    q, k, v = _qkv(grad=True)
+    flash_attn_func(q, k, v)
+    given, real = [], op.backward
+    monkeypatch.setattr(op, "backward", lambda *x: given.append(x[3:5]) or real(*x))
+    flash_attn_func(q, k, v, return_lse=True)[of].sum().backward()
+    assert [x is None for x in given[0]] == [of == 1, of == 0]
+
+
 @pytest.mark.parametrize("heads_kv", [4, 1])
 def test_batched_gradients_of_a_known_problem(short_cut, heads_kv):
     made = _qkv(heads_kv=heads_kv, grad=True)
@@ -525,6 +535,24 @@ def test_modes_and_tracers_see_a_known_problem(short_cut):
     assert not short_cut
 
 
+@pytest.mark.parametrize("of", range(2))
+def test_a_mode_sees_a_backward_with_all_that_its_schema_names(short_cut, of):
+    given = []
+
+    class Arguments(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "attention_backward" in str(function):
+                given.extend(args[:7])
+            return function(*args, **(kwargs or {}))
+
+    tensors = _qkv(grad=True)
+    flash_attn_func(*tensors)
+    result = flash_attn_func(*tensors, return_lse=True)[of].sum()
+    with Arguments():
+        result.backward()
+    assert len(given) == 7 and all(isinstance(x, torch.Tensor) for x in given)
+
+
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 @pytest.mark.parametrize("loss", [lambda out, lse: out.sum(), lambda out, lse: lse[..., 1].sum()])
 def test_compiled_autograd_of_a_known_problem(short_cut, kind, loss):
@@ -579,12 +607,14 @@ def test_compiled_without_a_break_and_once_for_all_lengths(oracle):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("of", range(2))
 @pytest.mark.parametrize("number", range(2))
-def test_a_second_derivative_is_refused(short_cut, number):
+def test_a_second_derivative_is_refused(short_cut, number, of):
     q, k, v = _qkv(grad=True)
     for _ in range(number):
         flash_attn_func(q, k, v)
-    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
+    result = flash_attn_func(q, k, v, return_lse=True)[of]
+    (dq,) = torch.autograd.grad(result.sum(), q, create_graph=True)
     with pytest.raises(
         RuntimeError, match=r"its backward has no backward\. Leave out create_graph"
     ):
