@@ -254,6 +254,17 @@ def test_a_gradient_that_is_not_there_costs_no_zeros(short_cut, monkeypatch, of)
     assert [x is None for x in given[0]] == [of == 1, of == 0]
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_packed_sequences_have_tiles_of_statistics_each(short_cut, monkeypatch, known):
+    call, tensors = _call("packed")
+    if known:
+        call(*tensors)
+    made = []
+    monkeypatch.setattr(op, "backward", lambda *given: made.append(given[-1]))
+    call(*tensors).sum().backward()
+    assert made[0].stats.shape == (1, 4, 3, 2, 128)
+
+
 @pytest.mark.parametrize("heads_kv", [4, 1])
 def test_batched_gradients_of_a_known_problem(short_cut, heads_kv):
     made = _qkv(heads_kv=heads_kv, grad=True)
