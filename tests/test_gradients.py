@@ -127,6 +127,15 @@ def test_torchs_default_dtype_is_not_that_of_lse(monkeypatch):
     assert zero.dtype == saved.lse.dtype == torch.float32
 
 
+def test_nothing_is_launched_where_nobody_sees_anything():
+    q = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    problem = check(load(8), q, q, q, need_cuda=False, window_size=(-5, 3))
+    out, lse = gradients.attend(load(8), problem, q, q, q)
+    assert not out.any() and (lse == -torch.inf).all()
+    (out.sum() + torch.where(lse > 0, lse, 0).sum()).backward()
+    assert not q.grad.any()
+
+
 @pytest.mark.parametrize("wanting", ["q", "kv", "v"])
 def test_only_inputs_that_want_gradients_get_them(kernels, wanting):
     problem = _case().problem()
@@ -240,6 +249,17 @@ def test_lengths_that_change_before_the_backward(monkeypatch, hooks):
     out.sum().backward()
     (mask,) = (given.mask for given in seen)
     assert [tuple(row) for row in mask.sequences().rows] == [(0, 1, 0, 1), (1, 3, 2, 2)]
+
+
+def test_packed_sequences_have_tiles_of_statistics_each(monkeypatch):
+    made = []
+    empty = lambda stage, problem, q, k, v: launch.empty_results(problem, q)
+    monkeypatch.setattr(gradients, "forward", empty)
+    monkeypatch.setattr(gradients, "backward", lambda *given: made.append(given[-1]))
+    cu_seqlens = torch.tensor([0, 1, 4], dtype=torch.int32)
+    q, problem = _masked(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    gradients.attend(load(8), problem, *problem.batched(q, q, q))[0].sum().backward()
+    assert made[0].stats.shape == (1, 1, 2, 2, 128)
 
 
 def test_kernels_of_a_masked_backward_get_what_they_look_at(monkeypatch):
