@@ -236,11 +236,14 @@ def test_lengths_that_change_before_the_backward(monkeypatch, hooks):
     monkeypatch.setattr(gradients, "forward", empty)
     monkeypatch.setattr(gradients, "_gradients", lambda *given: seen.append(given[-1]) or given[:3])
     cu_seqlens = torch.tensor([0, 1, 4], dtype=torch.int32)
-    given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": torch.tensor([0, 2, 4]).int()}
-    q, problem = _masked(**given, seqused_k=torch.tensor([1, 2]).int())
+    given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": torch.tensor([0, 2, 5]).int()}
+    q = torch.zeros(4, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.zeros(5, 1, 64, dtype=torch.bfloat16)
+    used = {"seqused_k": torch.tensor([1, 3]).int()}
+    problem = check(load(8), q, k, k, need_cuda=False, **given, **used)
     keep = (lambda x: x.clone(), lambda x: x)
     with torch.autograd.graph.saved_tensors_hooks(*keep) if hooks else contextlib.nullcontext():
-        out, _ = gradients.attend(load(8), problem, *problem.batched(q, q, q))
+        out, _ = gradients.attend(load(8), problem, *problem.batched(q, k, k))
     cu_seqlens[1] = 3
     if not hooks:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -248,7 +251,7 @@ def test_lengths_that_change_before_the_backward(monkeypatch, hooks):
         return
     out.sum().backward()
     (mask,) = (given.mask for given in seen)
-    assert [tuple(row) for row in mask.sequences().rows] == [(0, 1, 0, 1), (1, 3, 2, 2)]
+    assert [tuple(row) for row in mask.sequences().rows] == [(0, 1, 0, 1), (1, 3, 2, 3)]
 
 
 def test_packed_sequences_have_tiles_of_statistics_each(monkeypatch):
