@@ -42,6 +42,13 @@ def _rows(mask) -> list[tuple[int, ...]]:
     return [tuple(row) for row in mask.sequences().rows]
 
 
+def test_what_is_written_is_found_again_with_lengths():
+    mask = _dense()
+    assert mask.all_rows_written and mask.all_keys_written
+    used = mask.with_lengths((None, None), (_int(1, 2), None), (4, 6))
+    assert not (used.all_rows_written or used.all_keys_written)
+
+
 # ---- windows -------------------------------------------------------------------------------
 
 
