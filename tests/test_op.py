@@ -442,6 +442,16 @@ def test_every_compilation_is_announced(short_cut, monkeypatch, capsys, kind):
         assert re.findall("compiling .*backward", capsys.readouterr().err.replace("\n", " "))
 
 
+def test_who_is_told_of_compilations_comes_back_when_another_leaves():
+    key, told = CompileKey(8, "sm_100a", "bfloat16", 64), []
+    with compile.announced(lambda key: told.append("outer")):
+        with compile.announced(lambda key: told.append("inner")):
+            compile.announce(key)
+        compile.announce(key)
+    compile.announce(key)
+    assert told == ["inner", "outer"]
+
+
 def test_a_problem_is_known_once_its_first_call_has_returned(short_cut, monkeypatch):
     real = op.forward
 
