@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .masks import MASK_OPTIONS, Mask, mask_without_lengths, rows_of, window
+from .masks import MASK_OPTIONS, Mask, check_dense, mask_without_lengths, rows_of, window
 from .model.sequences import OPEN
 from .transforms import BY_AUTOGRAD, refusal
 
@@ -142,9 +142,7 @@ def check_tensors(stage: Stage, named: dict) -> None:
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
-        if tensor.layout != torch.strided or tensor.is_nested:
-            kind = "a nested one" if tensor.is_nested else tensor.layout
-            raise TypeError(f"{name} must be a dense (strided) tensor; got {kind}")
+        check_dense(name, tensor)
     given = {name: dtype_name(tensor.dtype) for name, tensor in named.items()}
     allowed = stage.config.ENVELOPE.dtypes
     for name, dtype in given.items():
@@ -155,6 +153,12 @@ def check_tensors(stage: Stage, named: dict) -> None:
             )
     if len(set(given.values())) > 1:
         raise TypeError(f"q, k and v must have one dtype; got {given}")
+
+
+def recorded(q, k, v) -> bool:
+    """Whether autograd records what is computed from these."""
+    wanted = q.requires_grad or k.requires_grad or v.requires_grad
+    return wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def check_shapes(stage: Stage, q, k, v, grouped_heads: bool = False) -> None:
@@ -227,7 +231,7 @@ def _check_layout(stage: Stage, named: dict) -> None:
 
 
 def _check_grad(stage: Stage, named: dict) -> None:
-    if stage.config.ENVELOPE.differentiable or not torch.is_grad_enabled():
+    if stage.config.ENVELOPE.differentiable or not recorded(*named.values()):
         return
     wanting = [name for name, tensor in named.items() if tensor.requires_grad]
     if wanting:
@@ -257,7 +261,7 @@ def _check_device(stage: Stage, named: dict, need_cuda: bool | None) -> None:
 
 def _simulated_gradients(stage: Stage, named: dict) -> str:
     """How a model computes the gradients that an input asks for, as a clause; empty for none."""
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in named.values()):
+    if not recorded(*named.values()):
         return ""
     part = stage.backward(named["q"].shape[3])
     return (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .envelope import TILE_ROWS, Problem, check, check_model_options
+from .envelope import TILE_ROWS, Problem, check, check_model_options, recorded
 from .launch import (
     contiguous_like,
     current_execution,
@@ -57,7 +57,7 @@ def attention(stage: Stage, q, k, v, softmax_scale, return_lse: bool, mask: dict
 
 def attend(stage: Stage, problem: Problem, q, k, v) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked tensors (b, s, h, d); differentiable where an input requires grad."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if recorded(q, k, v):
         return _Attention.apply(q, k, v, stage, problem)
     return forward(stage, problem, *map(loadable, (q, k, v)))
 
@@ -200,10 +200,11 @@ def _zero(device: torch.device) -> Tensor:
 
     A CUDA graph that is being captured gets one of its own.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.zeros((), device=device)
-    if device not in _ZEROS:
-        made = torch.zeros((), device=device)
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if capturing or device not in _ZEROS:
+        made = torch.zeros((), dtype=torch.float32, device=device)  # not torch's default dtype
+        if capturing:
+            return made
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # other streams read it as well
         _ZEROS[device] = made
@@ -285,7 +286,7 @@ def oracle_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         truth = reference.attention(q, k, v, softmax_scale=problem.softmax_scale)
         return Saved(q, k, v, truth.out.to(q.dtype), truth.lse.float())
     out = torch.zeros_like(q)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, device=q.device)
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
     sides = tuple(None if side == OPEN else side for side in (mask.left, mask.right))
     given = mask.sequences()
     for number, row in enumerate(given.rows):

@@ -157,13 +157,16 @@ def start(kernel: CompiledKernel | HopperKernel, *arguments) -> None:
 
 
 def loadable(x: torch.Tensor) -> torch.Tensor:
-    """A caller's tensor as kernels take it: without autograd, and (b, s, h, d) with an innermost
-    stride of 1, other strides and a start that are multiples of 16 bytes.
+    """A caller's tensor as kernels take it: without autograd, with the signs that it has in memory
+    (`is_neg`), and (b, s, h, d) with an innermost stride of 1, other strides and a start that are
+    multiples of 16 bytes.
 
     What lies otherwise is copied. Strides of axes of size 1, which address nothing, become aligned.
     """
     if x.requires_grad:
         x = x.detach()
+    if x.is_neg():  # imaginary parts of conjugates, such as gradients through torch.complex
+        x = x.resolve_neg()
     if x.dim() != 4:
         return x
     step, (batch, row, head, column) = ALIGN_BYTES // x.element_size(), x.stride()

@@ -33,6 +33,7 @@ MASK_OPTIONS = (
     "seqused_q",
     "seqused_k",
 )
+LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 
 
 @dataclass(frozen=True)
@@ -210,17 +211,15 @@ def check_sequences(q: Tensor, k: Tensor, cu, used) -> tuple[bool, int]:
 
     Raises TypeError or ValueError unless cu and used, as in `mask_without_lengths`, fit q and k.
     """
+    for name, values in zip(LENGTHS, (*cu, *used)):
+        check_dense(name, values)
     packed = cu[0] is not None
     if packed != (cu[1] is not None):
         raise ValueError("cu_seqlens_q and cu_seqlens_k belong together: give both, or neither")
     _check_rank(q, k, packed)
     batch = _count(*cu) if packed else q.shape[0]
-    for name, values, count in (
-        ("cu_seqlens_q", cu[0], batch + 1),
-        ("cu_seqlens_k", cu[1], batch + 1),
-        ("seqused_q", used[0], batch),
-        ("seqused_k", used[1], batch),
-    ):
+    counts = (batch + 1,) * 2 + (batch,) * 2
+    for name, values, count in zip(LENGTHS, (*cu, *used), counts):
         _check_integers(name, values, count, q.device)
     return packed, batch
 
@@ -270,8 +269,6 @@ def _check_integers(name: str, values, count: int, device: torch.device) -> None
         return
     if not isinstance(values, Tensor) or values.dtype != torch.int32:
         raise TypeError(f"{name} must be an int32 tensor; got {described(values)}")
-    if values.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense (strided) tensor; got a {values.layout} one")
     if values.shape != (count,):
         raise ValueError(f"{name} must have shape ({count},); got {tuple(values.shape)}")
     if values.device != device:
@@ -291,6 +288,13 @@ def _rows(cu, used, rows: int, most: int, batch: int) -> list[tuple[int, int]]:
 
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
+
+
+def check_dense(name: str, x) -> None:
+    """TypeError for a sparse or nested tensor, whose memory no kernel can read."""
+    if isinstance(x, Tensor) and (x.layout is not torch.strided or x.is_nested):
+        kind = "nested" if x.is_nested else x.layout
+        raise TypeError(f"{name} must be a dense (strided) tensor; got a {kind} one")
 
 
 def described(value) -> str:

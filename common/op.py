@@ -33,14 +33,13 @@ import torch
 from torch import Tensor
 
 from . import compile as compiling
-from .envelope import ALIGN_BYTES, Problem, check_all
+from .envelope import ALIGN_BYTES, Problem, check_all, recorded
 from .gradients import Saved, Workspace, backward
 from .launch import forward, loadable, modes
-from .masks import rows_of, window
+from .masks import LENGTHS, rows_of, window
 from .model.sequences import OPEN
 from .op_inputs import (
     ALTERNATIVE,
-    LENGTHS,
     check_arguments,
     check_inputs,
     check_types,
@@ -154,7 +153,7 @@ def _attend(q, k, v, lengths: tuple, values: tuple) -> tuple[Tensor, Tensor]:
             _KNOWN.clear()
         _KNOWN[key] = known
         return found
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if recorded(q, k, v):
         return _ShortCut.apply(q, k, v, (known, lengths, values))
     return _forward(_with_lengths(known, q, k, lengths), q, k, v)
 

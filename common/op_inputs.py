@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from .envelope import check_shapes, check_tensors, checked_scale
-from .masks import check_sequences, described
+from .masks import LENGTHS, check_dense, check_sequences, described
 from .model.sequences import OPEN
 from .stage import Stage
 from .transforms import refusal
 
 ALTERNATIVE = "torch.nn.functional.scaled_dot_product_attention runs everywhere"
-LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 
 
 def check_arguments(tensors, rank: int, layout: str, deterministic: bool) -> None:
@@ -28,9 +27,7 @@ def check_arguments(tensors, rank: int, layout: str, deterministic: bool) -> Non
     for name, x in zip("qkv", tensors):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {described(x)}")
-        if x.layout is not torch.strided or x.is_nested:
-            kind = "nested" if x.is_nested else x.layout
-            raise TypeError(f"{name} must be a dense (strided) tensor; got a {kind} one")
+        check_dense(name, x)
         if x.dim() != rank:
             raise ValueError(f"{name} must be {layout}; got {tuple(x.shape)}")
     if not torch.compiler.is_compiling():
@@ -49,6 +46,7 @@ def check_types(lengths) -> None:
     for name, x in zip(LENGTHS, lengths):
         if not isinstance(x, Tensor) and (x is not None or name.startswith("cu")):
             raise TypeError(f"{name} must be an int32 tensor; got {described(x)}")
+        check_dense(name, x)
 
 
 def number(name: str, value) -> int | None:

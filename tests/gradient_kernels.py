@@ -40,6 +40,10 @@ def postprocess(mdQ_accum, mdQ, softmax_scale):
     mdQ.copy_(mdQ_accum * softmax_scale)
 
 
+def _check_loadable(*tensors):
+    assert all(launching.loadable(x) is x for x in tensors), "no kernel can take these"
+
+
 def make_stage() -> Stage:
     """Stage 07 with a backward part of its own, whose kernel is `backward`."""
     stage = Stage(7)
@@ -86,6 +90,7 @@ class Kernels:
         return source.kind
 
     def forward(self, stage, problem, q, k, v):
+        _check_loadable(q, k, v)
         truth = reference.attention(q, k, v, softmax_scale=problem.softmax_scale)
         return truth.out.to(q.dtype), truth.lse.float()
 
@@ -93,6 +98,7 @@ class Kernels:
         if not isinstance(kind, str):
             launching.start(kind, *arguments)
             return
+        _check_loadable(*(x for x in arguments if isinstance(x, torch.Tensor)))
         self.calls.append((kind, arguments))
         self.modes.append(launching.current_execution())
         self.by_kind[kind](*(x.detach() if hasattr(x, "detach") else x for x in arguments))

@@ -114,6 +114,28 @@ def test_what_the_kernels_are_given(kernels):
     assert all(x.is_contiguous() for x in (pre[4], pre[5], main[6], main[7], post[1]))
 
 
+def test_torchs_default_dtype_is_not_that_of_lse(monkeypatch):
+    monkeypatch.setattr(gradients, "_ZEROS", {})
+    q = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
+    problem = check(load(8), q, q, q, need_cuda=False, causal=True)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        zero, saved = gradients._zero(q.device), gradients.oracle_forward(problem, q, q, q)
+    finally:
+        torch.set_default_dtype(before)
+    assert zero.dtype == saved.lse.dtype == torch.float32
+
+
+def test_nothing_is_launched_where_nobody_sees_anything():
+    q = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    problem = check(load(8), q, q, q, need_cuda=False, window_size=(-5, 3))
+    out, lse = gradients.attend(load(8), problem, q, q, q)
+    assert not out.any() and (lse == -torch.inf).all()
+    (out.sum() + torch.where(lse > 0, lse, 0).sum()).backward()
+    assert not q.grad.any()
+
+
 @pytest.mark.parametrize("wanting", ["q", "kv", "v"])
 def test_only_inputs_that_want_gradients_get_them(kernels, wanting):
     problem = _case().problem()
@@ -129,6 +151,8 @@ def test_without_gradients_nothing_is_kept(kernels):
     leaves = _leaves(problem)
     with torch.no_grad():
         assert kernels.stage.attention(*leaves).grad_fn is None
+    with torch.inference_mode(), torch.enable_grad():
+        assert not kernels.stage.attention(*leaves).requires_grad
     assert not kernels.calls
 
 
@@ -152,6 +176,16 @@ def test_dout_is_copied_only_where_it_must_be(kernels):
     for x in (one, late, odd):
         found = given_for(x)
         assert found.is_contiguous() and found.data_ptr() % 16 == 0 and torch.equal(found, x)
+
+
+def test_the_gradient_of_lse_has_its_signs_in_memory(kernels):
+    leaves = _leaves(_case().problem())
+    _, lse = kernels.stage.attention(*leaves, return_lse=True)
+    given = []
+    lse.register_hook(given.append)
+    (torch.complex(torch.zeros_like(lse), lse).conj() * (1 + 2j)).real.sum().backward()
+    found = kernels.calls[0][1][3]
+    assert given[0].is_neg() and not found.is_neg() and torch.equal(found, given[0])
 
 
 def test_a_second_derivative_is_refused(kernels):
@@ -202,11 +236,14 @@ def test_lengths_that_change_before_the_backward(monkeypatch, hooks):
     monkeypatch.setattr(gradients, "forward", empty)
     monkeypatch.setattr(gradients, "_gradients", lambda *given: seen.append(given[-1]) or given[:3])
     cu_seqlens = torch.tensor([0, 1, 4], dtype=torch.int32)
-    given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": torch.tensor([0, 2, 4]).int()}
-    q, problem = _masked(**given, seqused_k=torch.tensor([1, 2]).int())
+    given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": torch.tensor([0, 2, 5]).int()}
+    q = torch.zeros(4, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.zeros(5, 1, 64, dtype=torch.bfloat16)
+    used = {"seqused_k": torch.tensor([1, 3]).int()}
+    problem = check(load(8), q, k, k, need_cuda=False, **given, **used)
     keep = (lambda x: x.clone(), lambda x: x)
     with torch.autograd.graph.saved_tensors_hooks(*keep) if hooks else contextlib.nullcontext():
-        out, _ = gradients.attend(load(8), problem, *problem.batched(q, q, q))
+        out, _ = gradients.attend(load(8), problem, *problem.batched(q, k, k))
     cu_seqlens[1] = 3
     if not hooks:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -214,7 +251,18 @@ def test_lengths_that_change_before_the_backward(monkeypatch, hooks):
         return
     out.sum().backward()
     (mask,) = (given.mask for given in seen)
-    assert [tuple(row) for row in mask.sequences().rows] == [(0, 1, 0, 1), (1, 3, 2, 2)]
+    assert [tuple(row) for row in mask.sequences().rows] == [(0, 1, 0, 1), (1, 3, 2, 3)]
+
+
+def test_packed_sequences_have_tiles_of_statistics_each(monkeypatch):
+    made = []
+    empty = lambda stage, problem, q, k, v: launch.empty_results(problem, q)
+    monkeypatch.setattr(gradients, "forward", empty)
+    monkeypatch.setattr(gradients, "backward", lambda *given: made.append(given[-1]))
+    cu_seqlens = torch.tensor([0, 1, 4], dtype=torch.int32)
+    q, problem = _masked(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    gradients.attend(load(8), problem, *problem.batched(q, q, q))[0].sum().backward()
+    assert made[0].stats.shape == (1, 1, 2, 2, 128)
 
 
 def test_kernels_of_a_masked_backward_get_what_they_look_at(monkeypatch):

@@ -12,7 +12,7 @@ from flash_ladder import load
 from flash_ladder.common import inputs
 from flash_ladder.common import launch as launching
 from flash_ladder.common.envelope import MAX_GRID, Problem, check
-from flash_ladder.common.launch import ARCH_OF, loadable
+from flash_ladder.common.launch import ARCH_OF, contiguous_like, loadable
 
 SHAPE = (2, 128, 3, 64)
 
@@ -116,6 +116,8 @@ def test_tensors_that_want_gradients_pass_under_no_grad(stage):
     q, k, v = (x.requires_grad_() for x in _qkv())
     with torch.no_grad():
         check(stage, q, k, v, need_cuda=False)
+    with torch.inference_mode(), torch.enable_grad():
+        check(stage, q, k, v, need_cuda=False)
     check(stage, q.detach(), k.detach(), v.detach(), need_cuda=False)
     with pytest.raises(ValueError, match="but q, k, v requires grad"):
         check(stage, q, k, v, need_cuda=False)
@@ -167,10 +169,16 @@ def test_aligned_changes_strides_that_address_nothing(shape, strides, expected):
 
 @pytest.mark.parametrize(
     ("strides", "start"),
-    [((256, 32, 16, 2), 8), ((256, 36, 16, 1), 8), ((256, 32, 16, 1), 9)],
+    [
+        ((256, 32, 16, 2), 8),
+        ((128, 32, 1, 2), 8),
+        ((256, 36, 16, 1), 8),
+        ((256, 32, 1, 1), 8),
+        ((256, 32, 16, 1), 9),
+    ],
 )
 def test_what_kernels_cannot_load_is_copied(strides, start):
-    """By its innermost stride, another one, its start."""
+    """By its innermost stride, without gaps too, another one, which may overlap it, its start."""
     storage = torch.arange(1024, dtype=torch.bfloat16, requires_grad=True)
     tensor = storage.as_strided((2, 4, 2, 16), strides, storage_offset=start)
     found = loadable(tensor)
@@ -178,11 +186,48 @@ def test_what_kernels_cannot_load_is_copied(strides, start):
     assert torch.equal(found, tensor)
 
 
+def test_outputs_are_contiguous_whatever_inputs_are():
+    x = torch.zeros(2, 3, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+    last = x.contiguous(memory_format=torch.channels_last)
+    for like in (x, x.transpose(1, 2), x[:1].expand(5, -1, -1, -1), last):
+        for shape, dtype in ((None, None), (None, torch.float32), ((2, 3), torch.float32)):
+            made = contiguous_like(like, shape, dtype)
+            assert made.shape == (shape or like.shape) and made.dtype == (dtype or like.dtype)
+            assert made.is_contiguous() and not made.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("options", "filled"),
+    [
+        ({}, False),
+        ({"causal": True}, False),
+        ({"window_size": (None, -3)}, True),  # the first queries see no key
+        ({"window_size": (-5, 3)}, True),  # nobody does
+        ({"seqused_k": torch.ones(2, dtype=torch.int32)}, True),
+    ],
+)
+def test_results_are_0_and_inf_where_a_kernel_may_not_write_all(options, filled):
+    q, (k, v) = _qkv((2, 5, 3, 64))[0], _qkv((2, 7, 3, 64))[:2]
+    problem = check(load(8), q, k, v, need_cuda=False, **options)
+    out, lse = launching.empty_results(problem, q, lambda *x: contiguous_like(*x).fill_(torch.nan))
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert (lse.shape, lse.dtype) == ((2, 3, 5), torch.float32)
+    assert (not out.any() and (lse == -torch.inf).all()) if filled else out.isnan().all()
+    assert lse.isnan().any() != filled
+
+
 def test_a_kernel_gets_tensors_without_autograd():
     leaf = torch.zeros(1, 2, 1, 64, requires_grad=True)
     for tensor in (leaf, leaf[..., 0]):
         found = loadable(tensor)
         assert not found.requires_grad and found.data_ptr() == tensor.data_ptr()
+
+
+def test_a_kernel_gets_the_signs_in_memory():
+    pairs = torch.arange(1024.0).view(2, 8, 32, 2)
+    for tensor in (torch.view_as_complex(pairs).conj().imag, torch._neg_view(pairs.bfloat16())):
+        found = loadable(tensor)
+        assert tensor.is_neg() and not found.is_neg() and torch.equal(found, tensor)
 
 
 def test_every_native_target_can_be_compiled_for(stage):

@@ -42,6 +42,13 @@ def _rows(mask) -> list[tuple[int, ...]]:
     return [tuple(row) for row in mask.sequences().rows]
 
 
+def test_what_is_written_is_found_again_with_lengths():
+    mask = _dense()
+    assert mask.all_rows_written and mask.all_keys_written
+    used = mask.with_lengths((None, None), (_int(1, 2), None), (4, 6))
+    assert not (used.all_rows_written or used.all_keys_written)
+
+
 # ---- windows -------------------------------------------------------------------------------
 
 
@@ -131,6 +138,12 @@ REFUSED = {
         CU | {"cu_seqlens_q": _int(0, 1, 4).to_sparse()},
         TypeError,
         "cu_seqlens_q must be a dense (strided) tensor; got a torch.sparse_coo one",
+    ),
+    "nested lengths": (
+        None,
+        CU | {"cu_seqlens_q": torch.nested.as_nested_tensor([_int(0, 1)], layout=torch.jagged)},
+        TypeError,
+        "cu_seqlens_q must be a dense (strided) tensor; got a nested one",
     ),
     "lengths that fall by more than an int32": (
         None,

@@ -174,6 +174,7 @@ def short_cut(oracle, monkeypatch):
         return _forward(problem, *tensors)
 
     def backward(stage, problem, saved, dout, dlse, workspace):
+        assert not any(x.requires_grad for x in vars(saved).values())
         dout, dlse = (
             torch.zeros_like(x) if y is None else y
             for x, y in ((saved.out, dout), (saved.lse, dlse))
@@ -241,6 +242,27 @@ def test_the_short_cut_gives_what_the_operator_gives(short_cut, heads_kv, length
     assert len(short_cut) == 4 and all(x is not None for row in rows for x in row)
     for row in rows[1:]:
         assert all(map(torch.equal, row, rows[0]))
+
+
+@pytest.mark.parametrize("of", range(2))
+def test_a_gradient_that_is_not_there_costs_no_zeros(short_cut, monkeypatch, of):
+    q, k, v = _qkv(grad=True)
+    flash_attn_func(q, k, v)
+    given, real = [], op.backward
+    monkeypatch.setattr(op, "backward", lambda *x: given.append(x[3:5]) or real(*x))
+    flash_attn_func(q, k, v, return_lse=True)[of].sum().backward()
+    assert [x is None for x in given[0]] == [of == 1, of == 0]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_packed_sequences_have_tiles_of_statistics_each(short_cut, monkeypatch, known):
+    call, tensors = _call("packed")
+    if known:
+        call(*tensors)
+    made = []
+    monkeypatch.setattr(op, "backward", lambda *given: made.append(given[-1]))
+    call(*tensors).sum().backward()
+    assert made[0].stats.shape == (1, 4, 3, 2, 128)
 
 
 @pytest.mark.parametrize("heads_kv", [4, 1])
@@ -354,6 +376,16 @@ def test_both_routes_save_the_same_and_no_copies(short_cut, kind):
 
 
 @pytest.mark.parametrize("number", range(2))
+def test_inference_mode_records_nothing(short_cut, number):
+    q, k, v = _qkv(grad=True)
+    for _ in range(number):
+        flash_attn_func(q, k, v)
+    with torch.inference_mode(), torch.enable_grad():
+        assert not flash_attn_func(q, k, v).requires_grad
+    assert len(short_cut) == number
+
+
+@pytest.mark.parametrize("number", range(2))
 def test_lengths_that_change_before_the_backward_are_noticed(short_cut, number):
     call, tensors = _call("packed")
     for _ in range(number):
@@ -408,6 +440,16 @@ def test_every_compilation_is_announced(short_cut, monkeypatch, capsys, kind):
         thread.start()
         thread.join()
         assert re.findall("compiling .*backward", capsys.readouterr().err.replace("\n", " "))
+
+
+def test_who_is_told_of_compilations_comes_back_when_another_leaves():
+    key, told = CompileKey(8, "sm_100a", "bfloat16", 64), []
+    with compile.announced(lambda key: told.append("outer")):
+        with compile.announced(lambda key: told.append("inner")):
+            compile.announce(key)
+        compile.announce(key)
+    compile.announce(key)
+    assert told == ["inner", "outer"]
 
 
 def test_a_problem_is_known_once_its_first_call_has_returned(short_cut, monkeypatch):
@@ -514,6 +556,24 @@ def test_modes_and_tracers_see_a_known_problem(short_cut):
     assert not short_cut
 
 
+@pytest.mark.parametrize("of", range(2))
+def test_a_mode_sees_a_backward_with_all_that_its_schema_names(short_cut, of):
+    given = []
+
+    class Arguments(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "attention_backward" in str(function):
+                given.extend(args[:7])
+            return function(*args, **(kwargs or {}))
+
+    tensors = _qkv(grad=True)
+    flash_attn_func(*tensors)
+    result = flash_attn_func(*tensors, return_lse=True)[of].sum()
+    with Arguments():
+        result.backward()
+    assert len(given) == 7 and all(isinstance(x, torch.Tensor) for x in given)
+
+
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 @pytest.mark.parametrize("loss", [lambda out, lse: out.sum(), lambda out, lse: lse[..., 1].sum()])
 def test_compiled_autograd_of_a_known_problem(short_cut, kind, loss):
@@ -568,12 +628,14 @@ def test_compiled_without_a_break_and_once_for_all_lengths(oracle):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("of", range(2))
 @pytest.mark.parametrize("number", range(2))
-def test_a_second_derivative_is_refused(short_cut, number):
+def test_a_second_derivative_is_refused(short_cut, number, of):
     q, k, v = _qkv(grad=True)
     for _ in range(number):
         flash_attn_func(q, k, v)
-    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
+    result = flash_attn_func(q, k, v, return_lse=True)[of]
+    (dq,) = torch.autograd.grad(result.sum(), q, create_graph=True)
     with pytest.raises(
         RuntimeError, match=r"its backward has no backward\. Leave out create_graph"
     ):
@@ -639,11 +701,7 @@ BAD = {
     "no heads of k": (_of_keys(0), ValueError, "q has 4 heads, k and v 0"),
     "huge scale": ({"softmax_scale": 10**400}, ValueError, "softmax_scale must be finite"),
     "sparse": ({"q": torch.zeros(2, 5, 4, 64).to_sparse()}, TypeError, r"q must be a dense"),
-    "nested": (
-        {"v": torch.nested.nested_tensor([torch.zeros(7, 2, 64)])},
-        TypeError,
-        "v must be a den",
-    ),
+    "nested": ({"v": _nested()}, TypeError, "v must be a dense .* got a nested one"),
     "batch": ({"q": torch.zeros(3, 5, 4, 64).bfloat16()}, ValueError, "must agree in batch"),
     "lengths": ({"v": torch.zeros(2, 6, 2, 64).bfloat16()}, ValueError, "must have one shape"),
 }
@@ -662,6 +720,12 @@ BAD_LENGTHS = {
     "number": ({"cu_seqlens_k": torch.tensor([0, 9]).int()}, ValueError, "describes 3 sequences"),
     "used": ({"seqused_q": torch.tensor([1]).int()}, ValueError, r"must have shape \(3,\)"),
     "maximum": ({"max_seqlen_q": torch.zeros(2)}, TypeError, "an int, or a CPU tensor"),
+    "sparse": (
+        {"seqused_q": torch.zeros(3).int().to_sparse()},
+        TypeError,
+        "got a torch.sparse_coo",
+    ),
+    "nested": ({"cu_seqlens_k": _nested()}, TypeError, "cu_seqlens_k must be .* got a nested one"),
     "negative": ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be 0 or more"),
     "list": ({"cu_seqlens_q": [0, 8]}, TypeError, r"must be an int32 tensor; got list \[0, 8\]"),
     "numpy": ({"seqused_k": np.zeros(3, np.int32)}, TypeError, "seqused_k must be .* got ndarray"),
@@ -681,7 +745,7 @@ def test_bad_lengths_are_refused_before_any_copy(short_cut, monkeypatch, name, k
     changes, error, words = BAD_LENGTHS[name]
     q, k, v, (cu_q, cu_k) = _packed()
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-    for most in (1, 5) if known else ():  # equal to True and 5.0
+    for most in (None, 1, 5) if known else ():  # 1 and 5 equal True and 5.0
         flash_attn_varlen_func(**given, max_seqlen_q=most)
         flash_attn_varlen_func(**given, max_seqlen_k=most)
     monkeypatch.setattr(op, "_forward", None)
