@@ -17,7 +17,6 @@ from flash_ladder.common.model import Role
 ONE, PAIR = "backward_1cta", "backward_2cta"
 PARTS = [(number, name) for number in (7, 8) for name in (ONE, PAIR)]
 SOURCES = [(number, "") for number in flash_ladder.built()] + PARTS
-TILES = 6  # query tiles
 
 
 class Watch:
@@ -148,12 +147,9 @@ def _wrong(order: list, at: dict[str, str], watch: Watch, stages: dict[str, int]
 
 
 def _watched(monkeypatch, name: str) -> tuple[Watch, dict[str, int]]:
-    import test_backward_page as page
-
-    watch = Watch(monkeypatch)
-    page._backward.__wrapped__(name, 128, TILES)
-    plan = load(7).part(name).config.plan(128)
-    return watch, {row.name: row.stages for row in plan.barriers}
+    part, watch = load(7).part(name), Watch(monkeypatch)
+    part.simulate_problem(mutation.stage_problems(part, 128)["gaussian"])
+    return watch, {row.name: row.stages for row in part.config.plan(128).barriers}
 
 
 @pytest.mark.parametrize("name", [ONE, PAIR])
@@ -163,7 +159,7 @@ def test_the_order_of_the_page_has_every_wait_behind_its_event(monkeypatch, name
     assert {event for event, _ in order} == set(AT[name].values())
     made = {(barrier, phase) for _, verb, barrier, phase in watch.events if verb == "made"}
     waits = {row[2:] for row in watch.events if row[1] == "awaited" and row[3] >= 0}
-    assert waits <= made and len(waits) > 8 * TILES
+    assert waits <= made and len(waits) > 40
     assert _wrong(order, AT[name], watch, stages) == []
 
 
