@@ -120,13 +120,16 @@ def _order(name: str) -> list[tuple[str, int]]:
     return [(event + more, int(bool(after))) for event, after, more in names]
 
 
+FIRST = -9.0  # a place before that of every event
+
+
 def _wrong(order: list, at: dict[str, str], watch: Watch, stages: dict[str, int]) -> list:
     """Events that the order has before something their role had waited for, or had done.
 
     What the order does not name comes right after all that its role had waited for.
     """
     place = {event: (i, after) for i, (event, after) in enumerate(order)}
-    reached, unnamed, found = defaultdict(lambda: (-2.0, "")), defaultdict(float), []
+    reached, unnamed, found = defaultdict(lambda: (FIRST, "")), defaultdict(lambda: FIRST), []
     for agent, verb, barrier, phase in watch.events:
         name, _, slot = barrier.partition("@")[0].partition("[")
         step = phase * stages[name] + int(slot.rstrip("]") or 0)
