@@ -299,6 +299,8 @@ def _barrier_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     for row in plan.barriers:
         kind = row.kind if row.number is None else f"{row.kind} {row.number}"
         first = "passes" if row.first_wait_passes else "waits"
+        if isinstance(row.first_wait_passes, tuple):
+            first += f" for {', '.join(row.first_wait_passes)}"
         rows.append(
             [
                 html_code(row.name),

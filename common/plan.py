@@ -67,7 +67,11 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Barrier:
-    """One row of the barrier table. `kind`: "mbarrier", "named" (with a `number`) or "cluster"."""
+    """One row of the barrier table. `kind`: "mbarrier", "named" (with a `number`) or "cluster".
+
+    `first_wait_passes`: a fresh mbarrier lets a wait for parity 1 through; True, or the names of
+    the waiting roles whose first wait that is.
+    """
 
     name: str
     producers: tuple[Arrival, ...]
@@ -77,7 +81,7 @@ class Barrier:
     stages: int = 1
     tx_bytes: int = 0
     number: int | None = None
-    first_wait_passes: bool = False  # a fresh mbarrier lets a wait for parity 1 through
+    first_wait_passes: bool | tuple[str, ...] = False
 
     def arrivals(self, plan: Plan) -> int:
         """Arrivals that initialise it (other kinds: arriving plus waiting threads of a CTA)."""

@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import itertools
 import json
 import math
 import re
@@ -12,6 +13,7 @@ import torch
 from flash_ladder import load
 from flash_ladder.common import (
     contract,
+    contract_gpu,
     contract_gradients,
     derived,
     gradients,
@@ -22,6 +24,7 @@ from flash_ladder.common import (
     timeline,
 )
 from flash_ladder.common.model import B200, Deadlock, Role
+from flash_ladder.common.plan import MAX_SMEM_BYTES
 
 ONE, PAIR = "backward_1cta", "backward_2cta"  # also names of the pages: the stage's, the pair's
 PAGES = {
@@ -174,6 +177,7 @@ def test_at_a_glance():
     assert _numbers(ONE, "tensor core, cycles") == [forward.mma, one.mma]
     assert _numbers(ONE, "exponentials, cycles of the MUFU")[1:] == [one.exp]
     assert _numbers(ONE, "cycles of the port of shared memory") == [forward.smem, one.smem]
+    assert forward.smem == 512 + 256 and "| 768 (QK 512, PV 256) |" in PAGES[ONE]
     assert _numbers(ONE, "at the port, as derived")[0] == one.smem
 
 
@@ -205,7 +209,8 @@ def test_the_pages_reconcile_the_roofline(ladder):
         assert f"`flash-ladder {' '.join(command)}`" in PAIR_TEXT
         assert f" {cycles:,} " in ladder(*command)[1].replace("│", " ")
     assert f"`flash-ladder {' '.join(one)}` prints 3328." in TEXT
-    assert "print 3328 and 2688." in PAIR_TEXT
+    assert "the keys of both CTAs, print 3328 and 2688." in PAIR_TEXT
+    assert "1.30 times as fast if only the port counts (D: 3328 / 2560)" in PAIR_TEXT
     ours = _numbers(PAIR, "at the port, as derived")[0]
     passes = roofline.backward(pair=True).smem_parts["dS to the peer"]
     peer = _port(PAIR, 128)["RELAY copy sdX"]
@@ -215,7 +220,7 @@ def test_the_pages_reconcile_the_roofline(ladder):
     assert f"two are left, {peer:.0f} cycles, and {ours:.0f} in all (D)" in PAIR_TEXT
     less = [f"{1 - cycles / 3328:.0%}".replace("%", " %") for cycles in (ours, 2688)]
     assert f"A pair needs {less[0]} less of the port, {less[1]} by the paper's count" in PAIR_TEXT
-    assert f"{ours:.0f} and 2688 of 3328" in PAIR_TEXT
+    assert f"{ours:.0f} and 2688 of 3328" in PAIR_TEXT and f"{3328 / ours:.2f}" == "1.30"
 
 
 def test_what_a_pair_without_the_swap_would_need():
@@ -227,12 +232,12 @@ def test_what_a_pair_without_the_swap_would_need():
     assert f"(D: {ours:.0f} − {copy:.0f} + {more:.0f})" in PAIR_TEXT
     config = load(7).part(PAIR).config
     both, half = config.CTAS * config.TILE, config.HALF
-    assert f"instead of {half} × {both} and {both} × {128 // config.CTAS}" in PAIR_TEXT
+    assert (
+        f"128 × 128 each instead of {half} × {both} and {both} × {128 // config.CTAS}" in PAIR_TEXT
+    )
     assert config.TILE * 128 == half * both == both * 128 // config.CTAS
-    plan = config.plan(128)
-    (both_came,) = (row for row in plan.barriers if row.name == "dx_both")
-    count = sum(arrival.count(plan) for arrival in both_came.producers)
-    assert f"the leader's `dx_both`, whose count is {count}" in PAIR_TEXT
+    count = config.plan(128).barrier("dx_both").arrivals(config.plan(128))
+    assert f"Why is the count of <code>dx_both</code> {count}?" in PAIR_TEXT
 
 
 def test_the_arithmetic_of_the_problem():
@@ -263,14 +268,26 @@ def test_head_dim_64():
     peer = pair.smem_parts["dS to the peer"]
     ours = two.smem / 2
     assert _numbers(ONE, "at the port, as derived")[1] == ours
-    assert f"needs {ours:.0f} cycles of the port a tile pair instead of {one.smem:.0f}" in TEXT
+    told = "cycles of the port for a query tile with a key tile instead of"
+    assert f"needs {ours:.0f} {told} {one.smem:.0f}, as one dQ covers both" in TEXT
     bare = pair.smem - peer
-    assert f"need {ours:.0f} cycles of the port; a pair needs {bare:.0f}" in PAIR_TEXT
-    assert f"{bare:.0f}, and {bare + peer * 2 / 3:.0f} with what is copied" in PAIR_TEXT
+    copy = peer * 2 / 3
+    assert f"need {ours:.0f} cycles of the port; a pair needs {bare:.0f} + {copy:.0f}" in PAIR_TEXT
+    assert "for the copy to the peer, as many" in PAIR_TEXT and bare + copy == ours
     terms = [one.smem_parts[name] for name in ("MMA operands", "dS written")]
-    assert "Operands take {:.0f} and dS {:.0f} (D).".format(*terms) in TEXT
     dq = [kernel.smem_parts["dQ written and read"] for kernel in (one, two)]
-    assert f"{dq[0]:.0f} for it instead of {dq[1] / 2:.0f} (D). The sum is {one.smem:.0f}" in TEXT
+    split = "(D: {:.0f} for operands, {:.0f} for dS, {:.0f} instead of {:.0f} for dQ)"
+    assert split.format(*terms, dq[1] / 2, dq[0]) in TEXT
+    assert sum(terms) + dq[1] / 2 == ours and sum(terms) + dq[0] == one.smem
+    assert f"{one.smem:.0f} cycles, upstream's figure: dQ leaves for every key tile (D)." in TEXT
+
+
+def test_one_key_tile_at_head_dim_64_is_slower(monkeypatch):
+    both = _step(ONE, 64)
+    monkeypatch.setitem(load(7).part(ONE).config.KEY_TILES, 64, 1)
+    alone = timeline.steady(*(_backward.__wrapped__(ONE, 64, tiles)[1] for tiles in (8, 16)))
+    told = f"with one key tile the model takes {alone:.0f} cycles instead of {both:.0f} (D)"
+    assert told in TEXT
 
 
 def test_who_has_what():
@@ -285,13 +302,25 @@ def test_who_has_what():
     last = next(region for region in one.plan(128).tmem if region.name == "P1")
     columns = f"{last.column} to {last.column + last.columns - 1}"
     second = f"{one.HALF} to {one.TILE - 1}"
-    assert f"`COMPUTE1` reads S of queries {second}, columns {second}." in TEXT
-    assert f"Its P is half as wide and lies in columns {columns}" in TEXT
+    told = f"`COMPUTE1` reads columns {second} of S, and its P lies in columns {columns}."
+    assert told in TEXT and f"reads all {one.HALF} columns before it writes the first" in TEXT
     assert one.Q_STAGES == {64: 2, 128: 2} and "as Q has two slots" in TEXT
-    assert one.DO_STAGES == {64: 2, 128: 1}
+    assert one.DO_STAGES == {64: 2, 128: 1} and "whose slot dV(s) has freed" in TEXT
+    pair_p1 = pair.TMEM_P[1] == one.TMEM_P[1] and pair.TMEM_DQ == one.TMEM_P[0] + one.HALF // 2
+    assert pair_p1 and "P lies in S, at both ends, as a pair's dQ goes between" in TEXT
     for config, text in ((one, TEXT), (pair, PAIR_TEXT)):
         limit = config.DECLARED[128]["slots_per_element"][1]
         assert "needs fewer than 5.5 [issue slots]" in text and limit <= 5.5
+
+
+def test_a_second_slot_for_do_has_no_room():
+    plan = load(7).part(ONE).config.plan(128)
+    kib = {row.name: row.total_bytes / 1024 for row in plan.smem if not row.aliases}
+    told = "Q takes {sQ:.0f} KiB, K, V, dO, dS and slices of dQ {sdO:.0f} each, LSE and D"
+    assert told.format(**kib) in TEXT
+    assert {kib[name] for name in ("sK", "sV", "sdO", "sdS", "sdQ")} == {32}
+    assert f"LSE and D {kib['sStats']:.0f}, of {MAX_SMEM_BYTES // 1024} (D)" in TEXT
+    assert sum(kib.values()) + kib["sdO"] > MAX_SMEM_BYTES / 1024 > sum(kib.values())
 
 
 def test_one_slot_for_q_deadlocks_as_the_page_says(monkeypatch):
@@ -310,7 +339,7 @@ def test_the_buffers_of_a_pair_have_the_sizes_that_the_page_gives():
     tile, half, keys = config.TILE, config.HALF, config.CTAS * config.TILE
     by_rows, by_columns = (half, 128), (tile, 128 // config.CTAS)
     wanted = {"sQ": by_rows, "sdO": by_rows, "sQt": by_columns, "sdOt": by_columns}
-    wanted |= {"sKt": (keys, 128 // config.CTAS), "sdX": (tile, half)}
+    wanted |= {"sKt": (keys, 128 // config.CTAS), "sdS": (keys, half), "sdX": (tile, half)}
     rows = re.findall(r"^\| (`s[^|]*) \| (\d+) \w+ × (\d+)(?: \w+)? \|", PAGES[PAIR], re.M)
     sizes = [(re.findall(r"`(\w+)`", names), (int(a), int(b))) for names, a, b in rows]
     assert {name: size for names, size in sizes for name in names} == wanted
@@ -378,7 +407,7 @@ def test_the_factor_with_and_without_what_the_paper_does_not_count():
     kinds = ((WITHOUT_READS,), (WITHOUT_FILLS,), (WITHOUT_READS, WITHOUT_FILLS))
     factors = [_step(ONE, 128, *left_out) / _step(PAIR, 128, *left_out) for left_out in kinds]
     told = "Without reads of LSE and D the factor is {:.2f}, without fills by TMA {:.2f}, without"
-    assert f"{told} both {{:.2f}}, all in the steady state".format(*factors) in PAIR_TEXT
+    assert f"{told} both {{:.2f}} (`--set".format(*factors) in PAIR_TEXT
     assert min(factors) > _step(ONE, 128) / _step(PAIR, 128)  # what is left out hides some of it
     assert all(f"`--set {setting}`" in PAIR_TEXT for setting in kinds[2])
 
@@ -386,7 +415,14 @@ def test_the_factor_with_and_without_what_the_paper_does_not_count():
 def test_what_the_page_says_of_one_cta():
     one, port = _step(ONE, 128), sum(_port(ONE, 128).values())
     assert f"busy for {port:.0f} of {one:.0f} cycles at head dim 128" in TEXT
-    assert f"the tensor core for {roofline.backward().mma / one * 100:.0f} %" in TEXT
+    cycles = (roofline.backward().mma, one), (roofline.backward(head_dim=64).mma, _step(ONE, 64))
+    at = [f"{mma / step * 100:.0f} % (D: {mma:.0f} / {step:.0f})" for mma, step in cycles]
+    assert f"the tensor core for {at[0]}, at 64 for {at[1]}: within (i)" in TEXT
+    machine, config = derived.machine("B200"), load(7).part(ONE).config
+    loads = 2 * config.HALF * 4 // config.COPY_BYTES  # LSE and D of a thread's queries
+    warps, passes = len(config.COMPUTE0) + len(config.COMPUTE1), machine["smem_broadcast_passes"]
+    assert loads * warps * passes == _numbers(ONE, "LSE and D read by every warp")[0]
+    assert f"{loads} loads of each of {warps} warps, {passes:.0f} cycles each (D)" in TEXT
 
 
 def _tflops(name: str, *settings: str) -> float:
@@ -397,32 +433,57 @@ def _tflops(name: str, *settings: str) -> float:
 
 def test_the_page_compares_the_model_with_what_was_published():
     one, pair = (_tflops(name) for name in (ONE, PAIR))
-    assert f"gives them {one:.0f} and {pair:.0f} TFLOP/s" in PAIR_TEXT
+    assert f"the model gives {one:.0f} and {pair:.0f} TFLOP/s" in PAIR_TEXT
     assert f"{B200['sms']:.0f} SMs, {B200['clock'] / 1e9:.2f} GHz;" in PAIR_TEXT
     slow, fast = PUBLISHED["non-causal"]
     assert f"have {slow} and {fast} (Q: that pull request)" in PAIR_TEXT
-    off = f"That is {100 - 100 * one / slow:.0f} % too little and {100 * pair / fast - 100:.0f} %"
-    assert f"{off} too much, {pair / one:.2f} in all" in PAIR_TEXT
+    assert f"a factor of {pair / one:.2f} with start and end" in PAIR_TEXT
+    off = f"{100 - 100 * one / slow:.0f} % too little for one CTA, {100 * pair / fast - 100:.0f} %"
+    assert f"{off} too much for the pair" in PAIR_TEXT
     least, most = sorted(f"{b / a:.2f}" for a, b in PUBLISHED.values())
     assert f"published are {least[-1]} to {most[-1]} % (Q: pull request 2280" in PAIR_TEXT
     steady = _step(ONE, 128) / _step(PAIR, 128)
-    assert f"Probably {least} to {most} times, as published" in PAIR_TEXT
-    assert f"not {steady:.2f} times as in the model (D)" in PAIR_TEXT
-    assert f"{BEST[1] / BEST[0]:.2f} between the paper's best" in PAIR_TEXT
+    assert f"Published are {least} to {most} times (Q: pull request 2280" in PAIR_TEXT
+    assert f"The model has {steady:.2f} (D)." in PAIR_TEXT
+    assert f"best figures differ by {100 * BEST[1] / BEST[0] - 100:.0f} % (Q)" in PAIR_TEXT
     bare = [_tflops(name, WITHOUT_READS, WITHOUT_FILLS) for name in (ONE, PAIR)]
-    assert "the two would have {:.0f} and {:.0f} TFLOP/s".format(*bare) in PAIR_TEXT
+    told = "{:.0f} and {:.0f} TFLOP/s (D) would both be more than was published"
+    assert told.format(*bare) in PAIR_TEXT
     assert bare[0] > slow and bare[1] > fast
 
 
 def test_what_the_page_says_of_other_figures():
     """Of the copy to the peer and of the additions to dQ."""
-    factors = [
-        _step(ONE, 128, setting) / _step(PAIR, 128, setting)
-        for setting in ("dsmem=128", f"reduce={2 * B200['reduce']:g}")
-    ]
-    copy = f"128 bytes a cycle instead of {B200['dsmem']:.0f} the factor is"
-    told = "{:.2f}; with dQ added twice as fast it is {:.2f}.".format(*factors)
-    assert f"{copy} {told}" in PAIR_TEXT
+    copy, added = "dsmem=128", f"reduce={2 * B200['reduce']:g}"
+    factors = [_step(ONE, 128, each) / _step(PAIR, 128, each) for each in (added, copy)]
+    told = "With dQ added twice as fast it is {:.2f}, with a copy to the peer at 128 bytes a cycle"
+    rest = f"instead of {B200['dsmem']:.0f} it is {factors[1]:.2f}: the copy takes the port when"
+    assert f"{told.format(factors[0])} {rest}" in PAIR_TEXT
+    usual, fast = (_products(*settings)["S", 6] for settings in ((), (copy,)))
+    assert f"S takes {fast[1] - fast[0]:.0f} cycles, not {usual[1] - usual[0]:.0f}." in PAIR_TEXT
+
+
+def _products(*settings: str) -> dict[tuple[str, int], tuple[float, float]]:
+    """When the leader's tensor core begins and ends each product of a pair, by (product, step)."""
+    found = {}
+    for span in _backward(PAIR, 128, 16, settings)[1].trace:
+        if span.engine == "tensor" and span.role.startswith("MMA"):
+            start, end = found.get((span.op, span.tile), (span.start, span.end))
+            found[span.op, span.tile] = min(start, span.start), max(end, span.end)
+    return found
+
+
+def test_the_pairs_tensor_core_never_idles_but_waits_for_operands():
+    """In the steady state, at step 6: each product begins when the one before ends."""
+    found = _products()
+    names = ("S", 6), ("dK", 5), ("dP", 6), ("dQ", 5), ("dV", 6), ("S", 7)
+    spans = [found[name] for name in names]
+    assert all(a[1] == pytest.approx(b[0]) for a, b in itertools.pairwise(spans))
+    took = sorted(end - start for start, end in spans[:-1])
+    assert sum(took) == pytest.approx(_step(PAIR, 128))
+    assert f"take {took[0]:.0f} to {took[-1]:.0f} cycles each instead of 512 (D)" in PAIR_TEXT
+    port, step = sum(_port(PAIR, 128).values()), _step(PAIR, 128)
+    assert f"The port is busy for {port:.0f} of {step:.0f} cycles (D), and binds" in PAIR_TEXT
 
 
 def test_the_tensor_core_of_one_cta_idles_between_dq_and_dp():
@@ -448,7 +509,16 @@ def test_the_page_shows_the_counts_of_the_evidence():
     where = f"{run['gpu']}, driver {run['driver']}, {run['date']}, rewritten"
     passed = f"{where}: {run['tests']['passed']} checks passed"
     assert run["tests"]["failed"] == 0 and f"{passed} (M: `{run['command']}`)" in TEXT
-    assert f"{passed}, the pair's among them (M: `{run['command']}`;" in PAIR_TEXT
+    cases = [
+        sum(row["cases"] for row in run["kernels"] if row.get("part", "") == part)
+        for part in ("", "preprocess")
+    ]
+    checks, adversaries = len(contract_gpu.checks(load(7))), len(run["adversaries"])
+    logs = sum("log" in row for row in run["kernels"])
+    assert sum(cases) + checks + adversaries + logs == run["tests"]["passed"]
+    assert "These are {} cases of the forward and {} of the backward".format(*cases) in TEXT
+    told = f"{checks} checks, {adversaries} [adversaries][adversary] and {logs} [executed logs]"
+    assert f"{told}[log] (M)" in TEXT
     names = {row["kernel"].replace("-sm_100a-bfloat16", ""): row for row in run["mutation"]}
     rows = [names.pop(name) for name in ("07-d128", f"07-{ONE}-d128", f"07-{PAIR}-d128")]
     rows.append(names.pop(f"07-{ONE}-d64"))
@@ -483,6 +553,6 @@ def test_the_page_says_which_kernels_the_checks_of_gradients_run(monkeypatch):
     of_usual = ("strided_dout", "strided_views", "side_stream")
     assert all("in _problems(stage" in by(name) for name in of_usual)
     assert (
-        "Repeats and zero dO are among the checks, for the pair and for one CTA at both head dims; "
-        "views and late inputs for the kernel that `attention` takes"
+        "repeats and zero dO are for the pair and for one CTA at both head dims; views and late "
+        "inputs for the kernel that `attention` takes"
     ) in TEXT

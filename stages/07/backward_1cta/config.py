@@ -42,12 +42,12 @@ ENVELOPE = Envelope(
 def plan(head_dim: int) -> Plan:
     """Resources of one CTA for `head_dim` (64 or 128)."""
     tile_bytes, key_tiles = TILE * head_dim * 2, KEY_TILES[head_dim]
-    other = REGISTERS["other"]
+    compute, other = REGISTERS["compute"], REGISTERS["other"]
     return Plan(
         roles=(
             Role("REDUCE", REDUCE, REGISTERS["reduce"], "adds dQ to global memory"),
-            Role("COMPUTE0", COMPUTE0, REGISTERS["compute"], "P and dS of queries 0 to 63; dV, dK"),
-            Role("COMPUTE1", COMPUTE1, REGISTERS["compute"], "P and dS of queries 64 to 127"),
+            Role("COMPUTE0", COMPUTE0, compute, "P and dS of queries 0 to 63; half of dV and dK"),
+            Role("COMPUTE1", COMPUTE1, compute, "P and dS of queries 64 to 127; the other half"),
             Role("MMA", range(MMA, MMA + 1), other, "issues the five products"),
             Role("LOAD", range(LOAD, LOAD + 1), other, "loads K, V, Q, dO, LSE and D by TMA"),
             Role("EMPTY", EMPTY, other, "nothing"),
@@ -118,7 +118,7 @@ def _products() -> tuple[Barrier, ...]:
         Barrier("dp_full", commit, compute, "dP is complete, and so is the dQ before it"),
         Barrier("ds_full", compute, mma, "dS is complete in both memories, dP has been read"),
         Barrier("dq_full", commit, reduce, "dQ of all key tiles is complete"),
-        Barrier("dq_read", reduce, mma, "dQ is in registers"),
+        Barrier("dq_read", reduce, mma, "dQ is in registers", first_wait_passes=True),
         Barrier(
             "dq_staged", reduce, reduce, "a slice is in sdQ, the one before left", "named", number=1
         ),

@@ -42,13 +42,13 @@ ENVELOPE = Envelope(
 
 def plan(head_dim: int) -> Plan:
     """Resources of one CTA of the pair for `head_dim` (128; 64 for the model alone)."""
-    tile_bytes, other = TILE * head_dim * 2, REGISTERS["other"]
-    half_bytes = tile_bytes // CTAS
+    tile_bytes, half_bytes = TILE * head_dim * 2, TILE * head_dim * 2 // CTAS
+    compute, other = REGISTERS["compute"], REGISTERS["other"]
     return Plan(
         roles=(
             Role("REDUCE", REDUCE, REGISTERS["reduce"], "adds half of dQ to global memory"),
-            Role("COMPUTE0", COMPUTE0, REGISTERS["compute"], "P, dS of this CTA's rows of dQ"),
-            Role("COMPUTE1", COMPUTE1, REGISTERS["compute"], "P, dS of the peer's rows of dQ"),
+            Role("COMPUTE0", COMPUTE0, compute, "P, dS of this CTA's rows of dQ; half of dV, dK"),
+            Role("COMPUTE1", COMPUTE1, compute, "P, dS of the peer's rows of dQ; the other half"),
             Role("MMA", range(MMA, MMA + 1), other, "in the leader issues the five products"),
             Role("LOAD", range(LOAD, LOAD + 1), other, "loads this CTA's tiles and halves by TMA"),
             Role("RELAY", range(RELAY, RELAY + 1), other, "copies half of dS to the peer"),
@@ -127,9 +127,17 @@ def _products() -> tuple[Barrier, ...]:
         Barrier("p_full", all_compute, mma, "P is complete"),
         Barrier("dp_full", commit, compute, "dP is complete"),
         Barrier("ds_full", all_compute, mma, "dS is complete but for the copies, dP has been read"),
-        Barrier("dq_full", commit, (*reduce, *compute), "dQ is complete, sdS and sdX are free"),
+        Barrier(
+            "dq_full",
+            commit,
+            (*reduce, *compute),
+            "dQ is complete, for REDUCE; sdS and sdX are free, for COMPUTE",
+            first_wait_passes=("COMPUTE0", "COMPUTE1"),
+        ),
         Barrier("dq_read", all_reduce, mma, "dQ is in registers"),
-        Barrier("dq_slot", reduce, reduce, "sdQ is free, sdQ holds a slice", "named", number=1),
+        Barrier(
+            "dq_slot", reduce, reduce, "twice a slice: sdQ is free; sdQ holds it", "named", number=1
+        ),
     )
 
 
