@@ -3,7 +3,8 @@
 
 `python -m flash_ladder.common.overhead --out docs/data/overhead.json` on a machine with a CUDA GPU
 and flash-attn-4. Kernels are replaced by functions that do nothing, ours and theirs; theirs are
-never compiled. Microseconds a call are the median of rounds that take turns. Runs: host.
+never compiled. Microseconds a call are those of the fastest of many short rounds, which take turns:
+what other work on the host adds is left out of both. Runs: host.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Annotated
@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import typer
 
-CALLS, ROUNDS = 100, 45  # short rounds: other work on the host slows both alike
+CALLS, ROUNDS = 100, 45
 SHAPES = {  # q (b, sq, h, d), heads of k and v; without b: sequences of 512 rows
     "b2 sq2048 h16 d128": ((2, 2048, 16, 128), 16),
     "b1 sq128 h8 d64": ((1, 128, 8, 64), 8),
@@ -62,7 +62,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median time of a call of each, in turns."""
+    """Time of a call of each in its fastest round, in turns."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(ROUNDS + 1):  # the first warms up
         for name, function in functions.items():
@@ -71,7 +71,7 @@ def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]
             for _ in range(CALLS):
                 function()
             times[name].append((time.perf_counter() - start) / CALLS * 1e6)
-    return {name: round(statistics.median(rows[1:]), 1) for name, rows in times.items()}
+    return {name: round(min(rows[1:]), 1) for name, rows in times.items()}
 
 
 def _calls(function: Callable, tensors, options: dict, training: bool) -> Callable[[], object]:
