@@ -6,9 +6,9 @@ kernels and autograd: torch.compile traces through them without a break. Runs: h
 
 Note [Known problems]
     An operator of torch that is written in Python costs the host more than all else of a call, and
-    checks come next. So a call that nobody traces, of tensors whose shapes, strides and dtypes were
-    found right before, goes to the kernels directly, by an autograd.Function that saves what the
-    operator saves: activation checkpointing may meet one in the forward and the other when it
+    checks come next. So a call that nobody traces, with options, shapes, strides and dtypes that
+    were found right before, goes to the kernels directly, by an autograd.Function that saves what
+    the operator saves: activation checkpointing may meet one in the forward and the other when it
     computes again. The addresses of cu_seqlens and seqused are taken anew each time.
 
 Note [Grouped heads]
@@ -31,20 +31,20 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import compile as compiling
 from .envelope import ALIGN_BYTES, Problem, check_all, recorded
 from .gradients import Saved, Workspace, backward
 from .launch import forward, loadable, modes
-from .masks import LENGTHS, rows_of, window
+from .masks import LENGTHS, rows_of
 from .model.sequences import OPEN
 from .op_inputs import (
     ALTERNATIVE,
-    check_arguments,
     check_inputs,
-    check_types,
-    number,
-    scale_of,
+    checked_values,
+    number_in,
+    refuse_deterministic,
 )
 from .stage import Stage
 
@@ -83,9 +83,8 @@ def flash_attn_func(
     `common.compile.DslMissing` without the CuTe DSL. RuntimeError when a gradient is differentiated
     again, or under torch.vmap.
     """
-    check_arguments((q, k, v), 4, "(batch, seqlen, heads, head_dim)", deterministic)
-    scale, sides = scale_of(softmax_scale, q), window(causal, window_size)
-    out, lse = _attend(q, k, v, _NONE, (None, None, scale, *sides))
+    refuse_deterministic(deterministic)
+    out, lse = _attend(q, k, v, _NONE, (None, None, softmax_scale, causal), window_size)
     return (out, lse) if return_lse else out
 
 
@@ -126,36 +125,50 @@ def flash_attn_varlen_func(
 
     Raises: as `flash_attn_func`.
     """
-    check_arguments((q, k, v), 3, "(total, heads, head_dim)", deterministic)
-    scale, sides = scale_of(softmax_scale, q), window(causal, window_size)
+    refuse_deterministic(deterministic)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    check_types(lengths)
-    most = number("max_seqlen_q", max_seqlen_q), number("max_seqlen_k", max_seqlen_k)
-    out, lse = _attend(q, k, v, lengths, (*most, scale, *sides))
+    most = number_in(max_seqlen_q), number_in(max_seqlen_k)
+    out, lse = _attend(q, k, v, lengths, (*most, softmax_scale, causal), window_size)
     return (out, lse) if return_lse else out
 
 
-_KNOWN: dict[tuple, Problem] = {}  # See Note [Known problems]
-MOST_KNOWN = 1024
+_KNOWN: dict[tuple, tuple[Problem, tuple]] = {}  # with the values of _OPTIONS
+MOST_KNOWN = 1024  # See Note [Known problems]
 
 
-def _attend(q, k, v, lengths: tuple, values: tuple) -> tuple[Tensor, Tensor]:
-    """(out, lse), by torch's dispatcher or past it. lengths, values: of _OPTIONS."""
-    given = (q, k, v) if lengths is _NONE else (q, k, v, *lengths)
-    if _traced() or not _PLAIN.issuperset(map(type, given)):
-        return torch.ops.flash_ladder.attention(q, k, v, *lengths, *values)
-    key = (*map(_layout, given), values)
-    known = _KNOWN.get(key)
-    if not known:
-        known = _problem(q, k, v, (*lengths, *values))  # raises what must be said
+def _attend(q, k, v, lengths: tuple, options: tuple, window_size) -> tuple[Tensor, Tensor]:
+    """(out, lse), by torch's dispatcher or past it.
+
+    As the caller gave them: lengths, those of _OPTIONS; options, (max_seqlen_q, max_seqlen_k,
+    softmax_scale, causal); window_size.
+    """
+    key, known = _look_up(q, k, v, lengths, options, window_size)
+    if known is None:  # what must be said is raised here
+        values = checked_values((q, k, v), lengths is not _NONE, lengths, options, window_size)
+        problem = _problem(q, k, v, (*lengths, *values)) if key else None
         found = torch.ops.flash_ladder.attention(q, k, v, *lengths, *values)
-        if len(_KNOWN) >= MOST_KNOWN:
-            _KNOWN.clear()
-        _KNOWN[key] = known
+        if key:
+            if len(_KNOWN) >= MOST_KNOWN:
+                _KNOWN.clear()
+            _KNOWN[key] = problem, values
         return found
     if recorded(q, k, v):
-        return _ShortCut.apply(q, k, v, (known, lengths, values))
-    return _forward(_with_lengths(known, q, k, lengths), q, k, v)
+        return _ShortCut.apply(q, k, v, (*known, lengths))
+    return _forward(_with_lengths(known[0], q, k, lengths), q, k, v)
+
+
+def _look_up(q, k, v, lengths: tuple, options: tuple, window_size) -> tuple:
+    """(key of calls like this, what is known of them); None for what is not there: calls that
+    torch wants to see, or that checks will refuse, have no key."""
+    given = (q, k, v) if lengths is _NONE else (q, k, v, *lengths)
+    if _traced() or not _PLAIN.issuperset(map(type, given)):
+        return None, None
+    try:  # 1 and True are equal, but of two types
+        values = *options, *window_size
+        key = *map(_layout, given), values, *map(type, values)
+        return key, _KNOWN.get(key)
+    except (TypeError, RuntimeError):  # no window, not to be hashed; sparse or nested tensors
+        return None, None
 
 
 class _ShortCut(torch.autograd.Function):
@@ -163,7 +176,7 @@ class _ShortCut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, options: tuple):
-        problem, ctx.lengths, ctx.values = options
+        problem, ctx.values, ctx.lengths = options
         ctx.problem = _with_lengths(problem, q, k, ctx.lengths)
         out, lse = _forward(ctx.problem, q, k, v)
         saved = () if ctx.lengths is _NONE else ctx.lengths
@@ -208,8 +221,8 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def _traced() -> bool:
-    """Whether torch.compile, torch.jit.trace, torch.func or a mode of torch, one of functions
-    (torch.device too) or of operators, wants to see what is called."""
+    """Whether torch.compile, torch.jit.trace, torch.func, forward-mode derivatives or a mode of
+    torch, one of functions (torch.device too) or of operators, wants to see what is called."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -217,6 +230,7 @@ def _traced() -> bool:
         or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .envelope import check_shapes, check_tensors, checked_scale
-from .masks import LENGTHS, check_dense, check_sequences, described
+from .masks import LENGTHS, check_dense, check_sequences, described, window
 from .model.sequences import OPEN
 from .stage import Stage
 from .transforms import refusal
@@ -17,18 +17,38 @@ from .transforms import refusal
 ALTERNATIVE = "torch.nn.functional.scaled_dot_product_attention runs everywhere"
 
 
-def check_arguments(tensors, rank: int, layout: str, deterministic: bool) -> None:
-    """What the operator cannot say well; the rest is checked when it runs."""
+def refuse_deterministic(deterministic: bool) -> None:
+    """ValueError where it is wanted."""
     if deterministic:
         raise ValueError(
             "deterministic=True does not exist yet: dK and dV have the same bits each time, dQ "
             f"is added up in no fixed order. Leave it out; {ALTERNATIVE}"
         )
+
+
+def checked_values(tensors, packed: bool, lengths, options: tuple, window_size) -> tuple:
+    """(max_seqlen_q, max_seqlen_k, scale, left, right) in use.
+
+    Args: tensors, (q, k, v); packed, whether `lengths` are of packed sequences; options,
+    (max_seqlen_q, max_seqlen_k, softmax_scale, causal) as the caller gave them.
+    Raises TypeError or ValueError for what the operator cannot refuse well; it checks the rest.
+    """
+    most_q, most_k, softmax_scale, causal = options
+    _check_arguments(tensors, packed)
+    scale = checked_scale(softmax_scale, max(tensors[0].shape[-1], 1))  # 0 is refused later
+    sides = window(causal, window_size)
+    if packed:
+        _check_types(lengths)
+    return _number("max_seqlen_q", most_q), _number("max_seqlen_k", most_k), scale, *sides
+
+
+def _check_arguments(tensors, packed: bool) -> None:
+    layout = "(total, heads, head_dim)" if packed else "(batch, seqlen, heads, head_dim)"
     for name, x in zip("qkv", tensors):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {described(x)}")
         check_dense(name, x)
-        if x.dim() != rank:
+        if x.dim() != (3 if packed else 4):
             raise ValueError(f"{name} must be {layout}; got {tuple(x.shape)}")
     if not torch.compiler.is_compiling():
         why = refusal(dict(zip("qkv", tensors)))
@@ -36,29 +56,26 @@ def check_arguments(tensors, rank: int, layout: str, deterministic: bool) -> Non
             raise TypeError(f"flash_ladder's attention {why}")
 
 
-def scale_of(softmax_scale, q: Tensor) -> float:
-    """The scale in use."""
-    return checked_scale(softmax_scale, max(q.shape[-1], 1))  # a head dim of 0 is refused later
-
-
-def check_types(lengths) -> None:
-    """What the operator cannot say of cu_seqlens and seqused."""
+def _check_types(lengths) -> None:
+    """Of cu_seqlens and seqused."""
     for name, x in zip(LENGTHS, lengths):
         if not isinstance(x, Tensor) and (x is not None or name.startswith("cu")):
             raise TypeError(f"{name} must be an int32 tensor; got {described(x)}")
         check_dense(name, x)
 
 
-def number(name: str, value) -> int | None:
-    """An int of an int or of a CPU tensor that holds one."""
-    given = value
-    if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
-        value = value.item()
+def number_in(x):
+    """The number that a CPU tensor holds; anything else as it is."""
+    return x.item() if isinstance(x, Tensor) and x.dim() == 0 and x.device.type == "cpu" else x
+
+
+def _number(name: str, value) -> int | None:
+    """An int of a maximum."""
     if value is None or (torch.compiler.is_compiling() and isinstance(value, int)):
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
-            f"{name} must be an int, or a CPU tensor that holds one; got {described(given)}"
+            f"{name} must be an int, or a CPU tensor that holds one; got {described(value)}"
         )
     return min(int(value), OPEN)
 

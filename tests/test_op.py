@@ -278,6 +278,59 @@ def test_batched_gradients_of_a_known_problem(short_cut, heads_kv):
                 torch.testing.assert_close(x[number].float(), y.float(), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"window_size": (1, 0)}, {"window_size": (True, 0)}),
+        ({"window_size": (1, 0)}, {"window_size": (1, False)}),
+        ({"softmax_scale": 1.0}, {"softmax_scale": True}),
+        ({"deterministic": False}, {"deterministic": True}),
+        ({}, {"window_size": None}),
+        ({}, {"window_size": (1, {})}),
+    ],
+)
+def test_what_equals_a_known_option_is_still_refused(short_cut, good, bad):
+    tensors = _qkv(heads_kv=4)
+    for _ in range(2):
+        flash_attn_func(*tensors, **good)
+    assert len(short_cut) == 1
+    with pytest.raises((TypeError, ValueError), match=next(iter(bad))):
+        flash_attn_func(*tensors, **bad)
+
+
+def test_options_of_other_types_are_known_too(short_cut):
+    tensors = _qkv(heads_kv=4)
+    kinds = {"window_size": [1, 0]}, {"window_size": (np.int64(1), 0)}, {"softmax_scale": 1}
+    for options in kinds:
+        short_cut.clear()
+        wanted = flash_attn_func(*tensors, **options)
+        assert torch.equal(flash_attn_func(*tensors, **options), wanted) and len(short_cut) == 1
+
+
+def test_a_maximum_that_changes_in_place_is_noticed(short_cut):
+    q, k, v, (cu_q, cu_k) = _packed()
+    longest = torch.tensor(5)
+    given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_k": 4}
+    call = lambda most: flash_attn_varlen_func(q, k, v, **given, max_seqlen_q=most)
+    for _ in range(2):
+        wanted = call(longest)
+    assert len(short_cut) == 1
+    longest.fill_(2)
+    assert torch.equal(call(longest), call(2)) and not torch.equal(call(longest), wanted)
+
+
+def test_a_known_problem_with_a_tangent_is_refused(short_cut):
+    q, k, v = _qkv(heads_kv=4)
+    for _ in range(2):
+        flash_attn_func(q, k, v)
+    with forward_ad.dual_level():
+        with pytest.raises(TypeError, match="forward-mode"):
+            flash_attn_func(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+        flash_attn_func(q, k, v)
+    assert len(short_cut) == 1
+
+
 def test_other_numbers_in_cu_seqlens_are_taken(short_cut):
     q, k, v, (cu_q, cu_k) = _packed()
     call = lambda cu: flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu_k)
