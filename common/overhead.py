@@ -74,6 +74,20 @@ def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]
     return {name: round(min(rows[1:]), 1) for name, rows in times.items()}
 
 
+class _Allocates(torch.autograd.Function):
+    """What autograd and torch's allocator cost anybody: a result of q's shape, and gradients."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
+
+
 def _calls(function: Callable, tensors, options: dict, training: bool) -> Callable[[], object]:
     """A forward, or a forward and a backward."""
     if not training:
@@ -90,7 +104,7 @@ def _calls(function: Callable, tensors, options: dict, training: bool) -> Callab
 
 
 def measure() -> dict:
-    """Microseconds a call by shape, of ours and of flash-attn-4."""
+    """Microseconds a call by shape, of ours and of flash-attn-4, and of `_Allocates`."""
     from . import op
 
     found = {}
@@ -108,6 +122,8 @@ def measure() -> dict:
             }
             options = _lengths(shape[0]) if packed else {}
             for training in (False, True):
+                if training:
+                    functions["autograd alone"] = lambda *given, **_: _Allocates.apply(*given)
                 calls = {key: _calls(f, tensors, options, training) for key, f in functions.items()}
                 kind = "forward and backward" if training else "forward"
                 found[f"{name}, {kind}"] = microseconds(calls)
