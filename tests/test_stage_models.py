@@ -440,6 +440,25 @@ def test_page_02_says_what_a_key_tile_waits_for():
     assert f"softmax is {predicted - cycles[2]:.0f} shorter than predicted" in page
 
 
+def test_page_06_says_what_leaving_o_alone_is_worth():
+    """In the page's timelines: waits for o_rescaled0, the start of PV and S, and the end."""
+    waits, starts, ends = {}, {}, set()
+    for number in (5, 6):
+        run = derived.small_run(load(number), B200, 128, 512)
+        spans = [s for s in run.trace if s.op == "o_rescaled0" and s.engine == "barrier"]
+        waits[number] = [round(s.end - s.start) for s in spans]
+        for op in ("O0", "S0"):
+            found = [round(s.start) for s in run.trace if s.op == op and s.engine == "tensor"]
+            starts[number, op] = found[:: len(found) // 4]
+        ends.add(run.cta_cycles)
+    page = " ".join((load(6).folder / "README.md").read_text(encoding="utf-8").split())
+    assert waits == {5: [0, 173, 173, 173], 6: [0, 0, 0, 173]} and len(ends) == 1
+    assert "MMA waited 173 cycles a round for `o_rescaled0` in stage 05" in page
+    sooner = [x - y for x, y in zip(starts[5, "O0"], starts[6, "O0"])]
+    assert sooner == [0, 190, 190, 0] and "starts 190 cycles earlier (D), the next S does" in page
+    assert starts[5, "S0"] == starts[6, "S0"]
+
+
 @pytest.mark.parametrize("length", (1024, 2048, 4096, 8192, 16384))
 def test_the_page_of_the_masks_shows_what_they_cost(length):
     """TFLOP/s of the forward and of the backward's pair, full and causal, and their ratio."""

@@ -10,8 +10,8 @@ see `Sm`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -210,9 +210,9 @@ class Role:
         events = [copy.read if read else copy.done for copy in waited]
         kind = "bulk.wait.read" if read else "bulk.wait"
         start = yield from self._block(events, lambda: f"{len(events)} bulk groups ({kind})", line)
-        for copy in waited:
-            copy.awaited = True
-            self.order.finish(copy.strand, read=read)
+        for it in waited:
+            it.awaited = True
+            self.order.finish(it.strand, read=read)
         if not read:
             self.bulk = self.bulk[len(waited) :]
         self._note("bulk.wait", "read" if read else "", line, keep)
@@ -413,14 +413,17 @@ class Role:
 
     # ---- how it is done --------------------------------------------------------------------
 
-    @contextmanager
-    def one_quarter(self, quarter: int) -> Iterator[None]:
-        """Verbs within are those of the warps that reach one quarter of the lanes."""
-        parts, self.parts, self._quarter = self.parts, Counter({quarter: 1}), quarter
-        try:
-            yield
-        finally:
-            self.parts, self._quarter = parts, None
+    def by_quarter(self, work: Mapping[int, Callable[[Role], Generator]]) -> Generator:
+        """Warps that reach these quarters of the lanes do this side by side; done when all are.
+
+        Each gets a role of its own, whose verbs are those of its warps.
+        """
+        ends = []
+        for quarter, verbs in work.items():
+            warps = copy(self)
+            warps.parts, warps._quarter = Counter({quarter: 1}), quarter
+            ends.append(self.env.process(verbs(warps)))
+        yield self.env.all_of(ends)
 
     def _note(self, verb: str, what: str, line: str, *numbers: int) -> None:
         self.sm.notes.append(Note(self.agent, verb, what, line, numbers, quarter=self._quarter))

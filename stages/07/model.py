@@ -310,14 +310,14 @@ def rescale(role: Role, tO: TmemView, acc_scale: torch.Tensor, tile: int):
 
 def rescale_where_needed(role: Role, tO: TmemView, acc_scale: torch.Tensor, tile: int):
     """Each warp votes whether any of its rows moved; the others leave their O alone."""
-    voted = [q for q, rows in enumerate(acc_scale.split(THREADS_PER_WARP)) if (rows != 1).any()]
-    if len(voted) == acc_scale.numel() // THREADS_PER_WARP:
+    factors = acc_scale.split(THREADS_PER_WARP)
+    voted = [q for q, rows in enumerate(factors) if (rows != 1).any()]
+    if len(voted) == len(factors):
         yield from rescale(role, tO, acc_scale, tile)
         return
-    for quarter in voted:
-        rows = slice(quarter * THREADS_PER_WARP, (quarter + 1) * THREADS_PER_WARP)
-        with role.one_quarter(quarter):
-            yield from rescale(role, tO.quarter(quarter), acc_scale[rows], tile)
+    yield from role.by_quarter(
+        {q: lambda warp, q=q: rescale(warp, tO.quarter(q), factors[q], tile) for q in voted}
+    )
 
 
 def correction(role: Role, cta: Cta):
