@@ -288,16 +288,11 @@ def _chain(number: int) -> list[float]:
 def test_pages_03_and_04_take_the_chain_apart():
     """In stage 04 PV runs while the MMA warp waits for K, in 03 the next QK starts when PV ends."""
     third, fourth = (" ".join((load(n).folder / "README.md").read_text().split()) for n in (3, 4))
-    softmax, pv, qk, seen = _chain(3)
-    assert f"{softmax:.0f} from S full to P full" in third and f"{pv:.0f} for PV, {qk:.0f}" in third
-    assert f"with loads, {seen:.0f} until the softmax warps see S" in third
-    softmax, wait, qk, seen = _chain(4)
-    assert wait > 512
-    told = f"{softmax:.0f} from S full to P full, {wait:.0f} in which the MMA warp, PV (512) issued"
-    assert told in fourth
-    assert f"K, {qk:.0f} for QK (512 alone; other work meets it), and {seen:.0f} until" in fourth
+    row = lambda cycles: "".join(f"| {cycle:.0f} " for cycle in (*cycles, sum(cycles))) + "|"
+    assert row(_chain(3)) in third and sum(_chain(3)) == pytest.approx(2 * _cycles(3, 128))
+    assert row(_chain(4)) in fourth and _chain(3)[1] == pytest.approx(512) and _chain(4)[1] > 512
     total = 2 * _cycles(4, 128)
-    assert softmax + wait + qk + seen == pytest.approx(total)
+    assert sum(_chain(4)) == pytest.approx(total)
     share = TENSOR_CYCLES / _cycles(4, 128)
     assert (
         f"{total:.0f} cycles, twice" in fourth
@@ -376,8 +371,14 @@ def test_the_pages_of_stages_02_and_03_show_the_steady_cycles():
     second, third = page(2), " ".join(page(3).split())
     assert f"| 616 | {_cycles(2, 128):.0f} |" in second and f"{_cycles(2, 64):.0f} cycles" in second
     tile = _cycles(3, 128)
-    assert f"takes {2 * tile:.0f} cycles at head dim 128, {tile:.0f} a tile" in third
+    assert f"That is {tile:.0f} a tile: {TENSOR_CYCLES / tile:.0%}".replace("%", " %") in third
+    assert f"{_cycles(2, 128) / tile:.1f} times as fast as stage 02 (ii)" in third
     assert f"it is {_cycles(3, 64):.0f} a tile" in third
+    loads = int(re.search(r"\| (\d+) \| 648 \|", second)[1])
+    shares = (total := _cycles(2, 128)), total - loads, tile
+    told = "hide the loads, {:.1f} times; the second tile brings the other {:.1f} (D: in the model"
+    assert told.format(*(a / b for a, b in pairwise(shares))) in third
+    assert "{:.0f}, {:.0f}, {:.0f} cycles)".format(*shares) in third
 
 
 def test_page_05_says_how_long_mma_waits_for_k_in_stage_04():
