@@ -379,9 +379,9 @@ def test_the_pages_of_stages_02_and_03_show_the_steady_cycles():
     assert f"it is {_cycles(3, 64):.0f} a tile" in third
     loads = int(re.search(r"\| (\d+) \| 648 \|", second)[1])
     shares = (total := _cycles(2, 128)), total - loads, tile
-    told = "hide the loads, {:.1f} times; the second tile brings the other {:.1f} (D: in the model"
+    told = "hide the loads, {:.1f} times; the second tile brings the other {:.1f} (D: the model's"
     assert told.format(*(a / b for a, b in pairwise(shares))) in third
-    assert "{:.0f}, {:.0f}, {:.0f} cycles)".format(*shares) in third
+    assert "{:.0f} cycles, {:.0f} without waits for loads, {:.0f} now".format(*shares) in third
 
 
 def test_page_05_says_how_long_mma_waits_for_k_in_stage_04():
