@@ -193,6 +193,9 @@ def test_the_ring_bounds_stage_04_at_head_dim_128(monkeypatch):
     print({key: round(value) for key, value in cycles.items()})
     assert cycles[4, 4] < 0.92 * cycles[4, 3]
     assert cycles[3, 4] > 0.99 * cycles[3, 3]
+    faster = 100 * (cycles[3, 3] / cycles[4, 4] - 1)
+    assert f"stage 04 would be {faster:.0f} % faster than stage 03" in _page_04()
+    assert f"{cycles[4, 3]:.0f} | {cycles[4, 4]:.0f} |" in _page_04()
 
 
 @pytest.mark.parametrize("number", PAIRED)
@@ -239,7 +242,7 @@ def test_leaving_out_the_first_arrival_at_o_rescaled_deadlocks_as_page_04_says()
     for barrier, comes in (*circle, ("s_full0", "MMA")):
         named = rf"{waiting} waits for {barrier} \([^)]*: {comes} \d+ to come\)"
         assert re.search(named, str(stuck.value)), named
-        assert f"`{waiting}` waits for `{barrier}`, to which `{comes}` has to come" in page
+        assert f"`{waiting}` waits for `{barrier}`, where `{comes}` must arrive" in page
         waiting = comes
 
 
@@ -288,21 +291,16 @@ def _chain(number: int) -> list[float]:
 def test_pages_03_and_04_take_the_chain_apart():
     """In stage 04 PV runs while the MMA warp waits for K, in 03 the next QK starts when PV ends."""
     third, fourth = (" ".join((load(n).folder / "README.md").read_text().split()) for n in (3, 4))
-    softmax, pv, qk, seen = _chain(3)
-    assert f"{softmax:.0f} from S full to P full" in third and f"{pv:.0f} for PV, {qk:.0f}" in third
-    assert f"with loads, {seen:.0f} until the softmax warps see S" in third
-    softmax, wait, qk, seen = _chain(4)
-    assert wait > 512
-    told = f"{softmax:.0f} from S full to P full, {wait:.0f} in which the MMA warp, PV (512) issued"
-    assert told in fourth
-    assert f"K, {qk:.0f} for QK (512 alone; other work meets it), and {seen:.0f} until" in fourth
+    row = lambda cycles: "".join(f"| {cycle:.0f} " for cycle in (*cycles, sum(cycles))) + "|"
+    assert row(_chain(3)) in third and sum(_chain(3)) == pytest.approx(2 * _cycles(3, 128))
+    assert row(_chain(4)) in fourth and _chain(3)[1] == pytest.approx(512) and _chain(4)[1] > 512
     total = 2 * _cycles(4, 128)
-    assert softmax + wait + qk + seen == pytest.approx(total)
+    assert sum(_chain(4)) == pytest.approx(total)
     share = TENSOR_CYCLES / _cycles(4, 128)
-    assert (
-        f"{total:.0f} cycles, twice" in fourth
-        and f"comes to {share:.0%}".replace("%", " %") in fourth
-    )
+    assert f"comes to {share:.0%}".replace("%", " %") in fourth
+    speeds = [_cycles(3, head_dim) / _cycles(4, head_dim) - 1 for head_dim in (128, 64)]
+    assert f"prediction (ii): {100 * speeds[0]:.0f} %, not 5" in fourth
+    assert f"has stage 04 {-100 * speeds[1]:.0f} % *slower*" in fourth
 
 
 def test_page_01_says_what_smaller_key_tiles_cost(monkeypatch):
@@ -376,8 +374,14 @@ def test_the_pages_of_stages_02_and_03_show_the_steady_cycles():
     second, third = page(2), " ".join(page(3).split())
     assert f"| 616 | {_cycles(2, 128):.0f} |" in second and f"{_cycles(2, 64):.0f} cycles" in second
     tile = _cycles(3, 128)
-    assert f"takes {2 * tile:.0f} cycles at head dim 128, {tile:.0f} a tile" in third
+    assert f"That is {tile:.0f} a tile: {TENSOR_CYCLES / tile:.0%}".replace("%", " %") in third
+    assert f"{_cycles(2, 128) / tile:.1f} times as fast as stage 02 (ii)" in third
     assert f"it is {_cycles(3, 64):.0f} a tile" in third
+    loads = int(re.search(r"\| (\d+) \| 648 \|", second)[1])
+    shares = (total := _cycles(2, 128)), total - loads, tile
+    told = "hide the loads, {:.1f} times; the second tile brings the other {:.1f} (D: the model's"
+    assert told.format(*(a / b for a, b in pairwise(shares))) in third
+    assert "{:.0f} cycles, {:.0f} without waits for loads, {:.0f} now".format(*shares) in third
 
 
 def test_page_05_says_how_long_mma_waits_for_k_in_stage_04():
