@@ -41,10 +41,15 @@ BEST = (1247, 1457)  # TFLOP/s: Q, the paper's
 
 
 @functools.cache
-def _backward(name: str, head_dim: int, tiles: int, settings: tuple[str, ...] = ()):
-    """One CTA, or pair, of a backward part against `tiles` query tiles: (problem, run)."""
+def _backward(
+    name: str, head_dim: int, tiles: int, settings: tuple[str, ...] = (), key_tiles: int = 0
+):
+    """One CTA, or pair, of a backward part against `tiles` query tiles: (problem, run).
+
+    key_tiles: all that it takes, unless given.
+    """
     part = load(7).part(name)
-    keys = 128 * (2 if name == PAIR else part.config.KEY_TILES[head_dim])
+    keys = 128 * (key_tiles or (2 if name == PAIR else part.config.KEY_TILES[head_dim]))
     sizes = {"batch": 1, "seqlen_q": 128 * tiles, "seqlen_k": keys, "heads": 1}
     problem = inputs.make("gaussian", **sizes, head_dim=head_dim)
     forward = reference.attention(problem.q, problem.k, problem.v)
@@ -317,6 +322,30 @@ def test_who_has_what():
     for config, text in ((one, TEXT), (pair, PAIR_TEXT)):
         limit = config.DECLARED[128]["slots_per_element"][1]
         assert "needs fewer than 5.5 [issue slots]" in text and limit <= 5.5
+
+
+def test_the_second_cta_without_keys_still_adds_its_half_of_dq(monkeypatch):
+    """P is 1 and dS 0 there; dQ of its queries comes from the keys of the first."""
+    model, found = load(7).part(PAIR).model, {}
+
+    def watch(name, inner):
+        def watched(role, cta, *rest):
+            values = yield from inner(role, cta, *rest)
+            found.setdefault((name, cta.rank), []).append(values.clone())
+            return values
+
+        monkeypatch.setattr(model, name, watched)
+
+    watch("probabilities", model.probabilities)
+    watch("differences", model.differences)
+    problem, run = _backward.__wrapped__(PAIR, 128, 2, key_tiles=1)
+    assert all((p == 1).all() for p in found["probabilities", 1])
+    assert not any(ds.any() for ds in found["differences", 1])
+    truth = reference.attention_backward(problem.q, problem.k, problem.v, problem.dout)
+    dq, exact = (x.double()[0, :, 0].unflatten(0, (2, 2, 64))[:, 1] for x in (run.dq, truth.dq))
+    assert (dq - exact).norm() < 0.01 * exact.norm()
+    told = "has zeros for K, V, LSE and D: its P is 1, its dS 0. Its halves of Q and dO are real, "
+    assert f"{told}and it adds its half of dQ; of its dV and dK nothing is stored." in PAIR_TEXT
 
 
 def test_a_second_slot_for_do_has_no_room():
