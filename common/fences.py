@@ -261,10 +261,11 @@ def _warps(warps: range) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _arrivals(arrivals: tuple[Arrival, ...], plan: Plan) -> str:
+def _arrivals(arrivals: tuple[Arrival, ...], plan: Plan, kind: str = "mbarrier") -> str:
     threads = {row.role for row in arrivals if row.unit == "thread"}
     if len(threads) > 1 and threads == {role.name for role in plan.roles}:
-        return f"all roles ({plan.threads} by thread)"
+        of = " of each CTA" if kind == "cluster" else ""
+        return f"all roles{of} ({plan.threads} by thread)"
     parts = [f"{row.role} ({row.count(plan)} by {row.unit})" for row in arrivals]
     return html.escape(" + ".join(parts))
 
@@ -305,8 +306,8 @@ def _barrier_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
             [
                 html_code(row.name),
                 kind,
-                _arrivals(row.producers, plan),
-                _arrivals(row.consumers, plan),
+                _arrivals(row.producers, plan, row.kind),
+                _arrivals(row.consumers, plan, row.kind),
                 str(row.arrivals(plan)),
                 str(row.stages),
                 first,

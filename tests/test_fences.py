@@ -231,6 +231,9 @@ def test_config_table_numbers_come_from_the_plan():
     assert "SOFTMAX0/1 (128 by thread)" in row and ">1</td>" in row and "p_full1" not in both
     assert both.count("<tr>") == 1 + 3 + 8 and "named 0" in both  # head, shared, of each tile
     assert both.count("all roles (512 by thread)") == 2 and "EMPTY" not in both  # start
+    part = 'stage="07" part="backward_2cta" head_dim="128"'
+    pair = text_of(fence(f'config-table {part} table="barriers"'))
+    assert pair.count("all roles of each CTA (512 by thread)") == 4  # start, end
     smem = text_of(fence('config-table stage="01" head_dim="128" table="smem"'))
     assert f"{fences.stage_config(1).plan(128).smem_bytes:,}" in smem
     envelope = text_of(fence('config-table stage="01" head_dim="128" table="envelope"'))
