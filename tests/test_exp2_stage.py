@@ -141,4 +141,4 @@ def test_the_page_says_how_many_sites_are_redundant():
         f"{sites - counts['redundant']} are noticed; the other {counts['redundant']} are redundant"
     ) in page
     assert len(start) == 2 * roles == 14 and "14 of those are two fences that seven roles" in page
-    assert f"code's {compiled['sites']} sites {compiled['redundant']} are redundant (M" in page
+    assert f"code's {compiled['sites']} sites {compiled['redundant']} are (M" in page
