@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flash_ladder import load
-from flash_ladder.common import exp2, minimax
+from flash_ladder.common import contract_gpu, exp2, minimax
 from flash_ladder.common.compile import compile_stage
 from flash_ladder.common.mutation import mutate, stage_subject
 from flash_ladder.common.ptx import read
@@ -142,3 +142,15 @@ def test_the_page_says_how_many_sites_are_redundant():
     ) in page
     assert len(start) == 2 * roles == 14 and "14 of those are two fences that seven roles" in page
     assert f"code's {compiled['sites']} sites {compiled['redundant']} are (M" in page
+
+
+def test_the_page_says_what_passed():
+    (run,) = STAGE.evidence["runs"]
+    cases, checks = sum(row["cases"] for row in run["kernels"]), len(contract_gpu.checks(STAGE))
+    adversaries, logs = len(run["adversaries"]), sum("log" in row for row in run["kernels"])
+    passed = run["tests"]["passed"]
+    assert cases + checks + adversaries + logs == passed and not run["tests"]["failed"]
+    told = (
+        f"{passed} passed: {cases} cases, {checks} checks, {adversaries} [adversaries][adversary]"
+    )
+    assert f"{told}, {logs} [logs][log] (M)" in _page()

@@ -400,7 +400,8 @@ def test_page_05_says_what_the_mufu_does_at_head_dim_64():
     page = " ".join((load(5).folder / "README.md").read_text(encoding="utf-8").split())
     assert (
         pause == {637}
-        and f"MUFU for {work} cycles, then it idles for 637, till both next maxima are known" in page
+        and f"MUFU for {work} cycles, then it idles for 637, till both next maxima are known"
+        in page
     )
 
 
