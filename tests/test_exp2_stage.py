@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flash_ladder import load
-from flash_ladder.common import exp2, minimax
+from flash_ladder.common import contract_gpu, exp2, minimax
 from flash_ladder.common.compile import compile_stage
 from flash_ladder.common.mutation import mutate, stage_subject
 from flash_ladder.common.ptx import read
@@ -62,7 +62,8 @@ def test_the_page_says_how_far_off_an_emulated_exponential_is():
     normal = x >= -126
     relative = np.abs(bits / exact - 1)
     told = (
-        "at most {:.1e} relative to the exact value for x ≥ −126, below by at most {:.1e} absolute"
+        "at most {:.1e} relative to the exact value for x ≥ −126, "
+        "for x < −126 by at most {:.1e} absolute"
     )
     told = told.format(relative[normal].max(), np.abs(bits - exact)[~normal].max())
     assert told.replace("e-05", "e-5") in _page()
@@ -140,4 +141,16 @@ def test_the_page_says_how_many_sites_are_redundant():
         f"{sites - counts['redundant']} are noticed; the other {counts['redundant']} are redundant"
     ) in page
     assert len(start) == 2 * roles == 14 and "14 of those are two fences that seven roles" in page
-    assert f"of its {compiled['sites']} sites {compiled['redundant']} are redundant (M" in page
+    assert f"code's {compiled['sites']} sites {compiled['redundant']} are (M" in page
+
+
+def test_the_page_says_what_passed():
+    (run,) = STAGE.evidence["runs"]
+    cases, checks = sum(row["cases"] for row in run["kernels"]), len(contract_gpu.checks(STAGE))
+    adversaries, logs = len(run["adversaries"]), sum("log" in row for row in run["kernels"])
+    passed = run["tests"]["passed"]
+    assert cases + checks + adversaries + logs == passed and not run["tests"]["failed"]
+    told = (
+        f"{passed} passed: {cases} cases, {checks} checks, {adversaries} [adversaries][adversary]"
+    )
+    assert f"{told}, {logs} [logs][log] (M)" in _page()

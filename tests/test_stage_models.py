@@ -403,8 +403,30 @@ def test_page_05_says_what_the_mufu_does_at_head_dim_64():
     pause = {round(after[0] - before[1]) for before, after in pairwise(busy)}
     page = " ".join((load(5).folder / "README.md").read_text(encoding="utf-8").split())
     assert (
-        pause == {637} and f"MUFU for {work} cycles, then it waits 637 for both next S (D)" in page
+        pause == {637}
+        and f"MUFU for {work} cycles, then it idles for 637, till both next maxima are known"
+        in page
     )
+
+
+def test_page_05_says_when_the_rest_of_p_comes():
+    """With both warpgroups: within the first six MMAs of PV at head dim 128, at 64 not always."""
+    late, idle = {}, {}
+    for head_dim in (64, 128):
+        trace = _run(5, 256, 16, head_dim).trace
+        gaps, holes = [], []
+        for query in (0, 1):
+            for tile in range(16):
+                spans = [s for s in trace if s.tile == tile]
+                ends = [s.end for s in spans if s.op == f"store P{query}"]
+                gaps.append(ends[3] - ends[2])
+                first, last = [s for s in spans if (s.engine, s.op) == ("tensor", f"O{query}")]
+                holes.append(last.start - first.end)
+        late[head_dim], idle[head_dim] = round(max(gaps)), round(max(holes))
+    page = " ".join((load(5).folder / "README.md").read_text(encoding="utf-8").split())
+    assert f"in the model at most {late[128]}: within the 384 of six MMAs" in page
+    told = f"At head dim 64 six take 192; there the tensor core idles up to {idle[64]} cycles"
+    assert late[128] < 384 and idle[128] == 0 and told in page
 
 
 def test_page_05_says_what_is_faster_at_head_dim_64(monkeypatch):
@@ -416,6 +438,8 @@ def test_page_05_says_what_is_faster_at_head_dim_64(monkeypatch):
     assert f"stage 05 is {100 * (drawn[0] / drawn[1] - 1):.0f} % faster here (D)" in page
     monkeypatch.setitem(load(5).config.EMULATED, 64, (0, 0, 0, 0))
     assert f"nothing emulated it takes {_cycles(5, 64):.0f} cycles (D)" in page
+    peak = {f"{100 * TENSOR_CYCLES / _cycles(number, 128):.0f}" for number in (4, 5)}
+    assert peak == {"61"} and "one warp alone; the model has 61 % for both)" in page
 
 
 def test_page_05_says_what_a_fourth_slot_would_bring(monkeypatch):

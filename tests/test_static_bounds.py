@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from flash_ladder import load
+from flash_ladder.common import derived
 from flash_ladder.common.compile import compile_stage
 from flash_ladder.common.contract import read_kernel
+from flash_ladder.common.model import B200
 from flash_ladder.common.sass import MissingTool, SassReport
 from flash_ladder.common.sass_isa import tmem_registers
 from flash_ladder.common.sass_loops import inclusive
@@ -158,15 +160,24 @@ def test_page_05_says_what_an_emulated_exponential_costs(dsl):
     a, b = (model.slots_per_element for model in (before, after))
     assert named["issue"] == [128 * a, 128 * b] and f"({b:.2f} and {a:.2f} a score, times" in text
     issue = before.cycles["issue_all_max"]
-    assert f"Without emulation a tile has {issue} issue slots" in text
+    issue_64 = compiled(4, 64).model.cycles["issue_all_max"]
+    told = f"Without emulation a tile has {issue} issue slots, {issue_64} at head dim 64,"
+    assert told in text
     level, level_64 = (
-        round((named["mufu"][0] - total) / (mufu + round(slots, 1)))
-        for total in (issue, compiled(4, 64).model.cycles["issue_all_max"])
+        round((named["mufu"][0] - total) / (mufu + round(slots, 1))) for total in (issue, issue_64)
     )
     assert f"level at about {level} of 128, at head dim 64 at about {level_64} (D: " in text
     assert (
         f"{issue} + {slots:.1f} · {level} ≈ {named['mufu'][0]:.0f} − {mufu:.0f} · {level})" in text
     )
+
+
+def test_page_05_says_what_the_replay_leaves_of_the_gain(dsl):
+    """Head dim 64: two warps replayed need more than the model's cycles of a tile."""
+    tile = [derived.steady_cycles(load(number), B200, 64) / 2 for number in (4, 5)]
+    two = compiled(5, 64).model.replay_two_warps
+    told = f"If the replay of two warps is right, {two:.0f}, it is at most"
+    assert tile[1] < two and f"{told} {100 * (tile[0] / two - 1):.0f} % (D)" in _page_05()
 
 
 def test_page_05_says_when_o_is_rescaled(dsl):
