@@ -297,7 +297,7 @@ def test_one_key_tile_at_head_dim_64_is_slower(monkeypatch):
     both = _step(ONE, 64)
     monkeypatch.setitem(load(7).part(ONE).config.KEY_TILES, 64, 1)
     alone = timeline.steady(*(_backward.__wrapped__(ONE, 64, tiles)[1] for tiles in (8, 16)))
-    told = f"with one key tile the model takes {alone:.0f} cycles instead of {both:.0f} (D)"
+    told = f"with one key tile a CTA the model takes {alone:.0f} cycles instead of {both:.0f} (D)"
     assert told in TEXT
 
 
@@ -503,7 +503,9 @@ def test_what_the_page_says_of_other_figures():
     assert f"{told.format(factors[0])} {rest}" in PAIR_TEXT
     assert f"(`--set {added}`, `--set {copy}`)" in PAIR_TEXT
     usual, fast = (_products(*settings)["S", 6] for settings in ((), (copy,)))
-    assert f"S takes {fast[1] - fast[0]:.0f} cycles, not {usual[1] - usual[0]:.0f}." in PAIR_TEXT
+    assert (
+        f"S then takes {fast[1] - fast[0]:.0f} cycles, not {usual[1] - usual[0]:.0f}." in PAIR_TEXT
+    )
 
 
 def _products(*settings: str) -> dict[tuple[str, int], tuple[float, float]]:
