@@ -482,6 +482,9 @@ def test_page_06_says_what_leaving_o_alone_is_worth():
     page = " ".join((load(6).folder / "README.md").read_text(encoding="utf-8").split())
     assert waits == {5: [0, 173, 173, 173], 6: [0, 0, 0, 173]} and len(ends) == 1
     assert "MMA waited 173 cycles a round for `o_rescaled0` in stage 05" in page
+    assert "MMA waits up to 173 cycles for it, and that much less for K (D)" in " ".join(
+        (load(5).folder / "README.md").read_text(encoding="utf-8").split()
+    )
     sooner = [x - y for x, y in zip(starts[5, "O0"], starts[6, "O0"])]
     assert sooner == [0, 190, 190, 0] and "starts 190 cycles earlier (D), the next S does" in page
     assert starts[5, "S0"] == starts[6, "S0"]

@@ -33,7 +33,7 @@ BOUNDS = {  # by head dim: of a query tile and a key tile
 ROWS = {  # of the tables on the pages
     "softmax loop, slots a score": "slots",
     "MUFU cycles": "mufu",
-    "FMA cycles": "fma",
+    "FMA cycles, softmax alone": "fma",
     "tensor core cycles": "tensor",
     "ceiling of the tensor core": "ceiling",
     "3/4 of P, one warp": "p_first",
@@ -190,9 +190,8 @@ def test_page_05_says_when_o_is_rescaled(dsl):
     turns = replay(inclusive(found.kernel, steady_loop(found.kernel, "correction"), 1), 1)
     rescaled = round(turns / 4)  # unrolled by two, of two query tiles
     late, soon = (p_latency(loop)[0] for loop in _copies(found))
-    told = (
-        f"`CORRECTION` needs {rescaled} more: O is still rescaled in time, after 411 + {rescaled} ="
-    )
+    told = f"`CORRECTION` needs {rescaled} more: in the replay O is rescaled in time, after 411 +"
+    told += f" {rescaled} ="
     told += f" {411 + rescaled} cycles, before the {late} (other copy: {soon}) of 3/4 of P"
     assert stats == pytest.approx(411, abs=1.5) and told in _page_05()
     assert 411 + rescaled < soon < late
