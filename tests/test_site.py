@@ -10,6 +10,7 @@ pytest.importorskip("yaml", reason="the documentation extra is not installed")
 
 from flash_ladder.common import site as building
 from flash_ladder.common import site_checks as checks
+from flash_ladder.common.reading import reading_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = checks.nav_pages(ROOT / "mkdocs.yml")
@@ -208,6 +209,21 @@ def test_stage_page_follows_the_template(page, site):
     assert template_problems(text) == []
     built = checks.built_file(site, page).read_text(encoding="utf-8")
     assert "<caption>barriers" in built and '<div class="fl-roles">' in built and "```" not in built
+
+
+def test_the_time_for_a_page_is_that_of_what_it_shows(tmp_path):
+    row, code = "<tr><td>no words</td></tr>", "<pre>one\ntwo\n</pre>"
+    numbered = f'<td class="linenos"><pre>1\n2\n</pre></td><td>{code}</td>'
+    shown = f"""<p>{"word " * 198}<b>and</b> more</p><table>{row * 6}</table>
+    <table>{row * 7}</table><svg role="img"><text>drawn</text><svg role="img"></svg></svg>
+    <svg></svg><table class="highlighttable"><tr>{numbered}</tr></table>{code}"""
+    page = (
+        f"<nav>skipped</nav><article>{shown}<details><summary>two words</summary>{shown}</details>"
+    )
+    (tmp_path / "x.html").write_text(page + "<script>skipped</script></article> skipped")
+    found = reading_of(tmp_path / "x.html")
+    assert (found.words, found.tables, found.drawings, found.code_lines) == (202, [6, 7], 1, 4)
+    assert found.minutes == pytest.approx(202 / 200 + 0.5 + 1 + 1 + 4 * 2 / 60)
 
 
 @pytest.mark.parametrize("heading", HEADINGS)
