@@ -363,7 +363,8 @@ def arguments(kind: str, key: CompileKey, masks: bool = False) -> tuple:
     postprocess  mdQ_accum, mdQ, softmax_scale, stream
 
     mQ, mO, mdO, mdQ (b, sq, h, d) and mK, mV, mdK, mdV (b, sk, h, d) 16-bit: strides are 64-bit
-    and, along batch, sequence and head, multiples of 16 bytes. mLSE and mdLSE (b, h, sq) Float32,
+    and, along batch, sequence and head, multiples of 16 bytes. With `masks`, mK and mV may have
+    fewer heads, each for as many of the others in turn. mLSE and mdLSE (b, h, sq) Float32,
     natural log; mdLSE with any strides, 0 as well. mStats (b, h, tiles, 2, 128) Float32 by tile of
     128 query rows: LSE * log2(e), then D. mdQ_accum (b, sq, h, d) Float32, 16-byte rows; scales
     Float32. With `masks`, before the stream: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
@@ -375,12 +376,13 @@ def arguments(kind: str, key: CompileKey, masks: bool = False) -> tuple:
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     batch, seqlen_q, seqlen_k, heads, tiles = (cute.sym_int() for _ in range(5))
+    heads_k = cute.sym_int() if masks else heads  # those kernels read grouped heads
     narrow = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[key.dtype]
     scale, far = cutlass.Float32(1.0), cute.sym_int64  # far: a stride
 
-    def rows(seqlen, dtype=narrow):
+    def rows(seqlen, dtype=narrow, own=heads):
         step = 128 // dtype.width  # elements of 16 bytes
-        shape = (batch, seqlen, heads, key.head_dim)
+        shape = (batch, seqlen, own, key.head_dim)
         strides = tuple(far(divisibility=step) for _ in range(3))
         return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
 
@@ -395,9 +397,10 @@ def arguments(kind: str, key: CompileKey, masks: bool = False) -> tuple:
     def accumulator():
         return rows(seqlen_q, cutlass.Float32)
 
-    query, keys = (lambda: rows(seqlen_q)), (lambda: rows(seqlen_k))
+    query, keys = (lambda: rows(seqlen_q)), (lambda: rows(seqlen_k, own=heads_k))
+    of_keys = rows(seqlen_k), rows(seqlen_k)
     lse, dlse = statistic(far(), far(), 1), statistic(far(), far(), far())
-    of_backward = query(), keys(), keys(), query(), both(), accumulator(), keys(), keys()
+    of_backward = query(), keys(), keys(), query(), both(), accumulator(), *of_keys
     of_kind = {
         "attention": (query(), keys(), keys(), query(), lse, scale),
         "preprocess": (query(), query(), lse, dlse, both(), accumulator()),

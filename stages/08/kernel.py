@@ -14,6 +14,7 @@ from ..common.tcgen05 import (
     tma_load,
 )
 from . import config
+from .blank import blind_rows, fill_lse, fill_zeros, unused_rows
 from .correction import correction
 from .epilogue import epilogue
 from .lengths import ragged, sequence, turned
@@ -69,12 +70,12 @@ def attention(
 ):
     """Launch attention over tiles of 256 query rows of every sequence.
 
-    Runs: host. Args: mQ, mO (b, sq, h, d), mK, mV (b, sk, h, d) bf16 or fp16, d static; mLSE
-    (b, h, sq) Float32; of packed sequences, which lie one after the other, b is 1; scale_log2 =
-    softmax_scale * log2(e); cu_seqlens and seqused, addresses as in `rows_of_side`; batch, how many
-    sequences; max_seqlen, no one is longer; left, right, see mask.py; stream. Queries that see no
-    key of a whole CTA get neither O nor LSE: the host has filled them in. What is allowed is in
-    config.ENVELOPE and was checked before.
+    Runs: host. Args: mQ, mO (b, sq, h, d), mK, mV (b, sk, hk, d) bf16 or fp16, d static, h a
+    multiple of hk; mLSE (b, h, sq) Float32; of packed sequences, which lie one after the other, b
+    is 1; scale_log2 = softmax_scale * log2(e); cu_seqlens and seqused, addresses as in
+    `rows_of_side`; batch, how many sequences; max_seqlen, no one is longer; left, right, see
+    mask.py; stream. All rows of mO and mLSE are written. What is allowed is in config.ENVELOPE and
+    was checked before.
     """
     _, _, heads, head_dim = mQ.shape
     dtype = mQ.element_type
@@ -92,8 +93,8 @@ def attention(
     layout_o = cute.tile_to_shape(atom_o, shape_o, order=(0, 1, 2))  # (TILE_M, d, 2)
     loads = (
         tma_load(mma_s, "A", ragged(mQ), layout_q, tile_qk),  # (sq, d, h, b, 1 + sq)
-        tma_load(mma_s, "B", ragged(mK), layout_k, tile_qk),  # (sk, d, h, b, 1 + sk)
-        tma_load(mma_o, "B", turned(ragged(mV)), layout_v, tile_pv),  # (d, sk, ...)
+        tma_load(mma_s, "B", ragged(mK, heads), layout_k, tile_qk),  # (sk, d, h, b, 1 + sk)
+        tma_load(mma_o, "B", turned(ragged(mV, heads)), layout_v, tile_pv),  # (d, sk, ...)
     )
     store_o, mO_tma = cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileS2GOp(),
@@ -105,10 +106,19 @@ def attention(
     tensors = (*[tensor for _, tensor in loads], mO_tma)
     layouts = (layout_q, layout_k, layout_v, layout_o)
     num_m_blocks = cute.ceil_div(max_seqlen_q, config.TILE_M * config.Q_TILES)
-    sizes = (num_m_blocks, mQ.shape[1], mK.shape[1])
+    sizes = (num_m_blocks, mQ.shape[1], mK.shape[1], batch)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     attention_kernel(
-        atoms, tensors, layouts, mLSE, scale_log2, sizes, lengths, (left, right), head_dim, dtype
+        atoms,
+        tensors,
+        layouts,
+        (mO, mLSE),
+        scale_log2,
+        sizes,
+        lengths,
+        (left, right),
+        head_dim,
+        dtype,
     ).launch(
         grid=(num_m_blocks * heads * batch, 1, 1),
         block=(config.plan(head_dim).threads, 1, 1),
@@ -122,7 +132,7 @@ def attention_kernel(
     atoms: tuple,
     tensors: tuple,
     layouts: tuple,
-    mLSE: cute.Tensor,
+    results: tuple,
     scale_log2: Float32,
     sizes: tuple,
     lengths: tuple,
@@ -133,16 +143,22 @@ def attention_kernel(
     """One CTA: two query tiles against the key tiles that they see, from the last to the first.
 
     Runs: 512 threads, by role. The 1-D grid counts query tiles fastest, then heads, then batch.
-    Args: atoms, tensors, layouts of Q, K, V (TMA loads) and O (TMA store); sizes, (num_m_blocks,
-    sq, sk); lengths, see `sequence`; window, (left, right).
+    Args: atoms, tensors, layouts of Q, K, V (TMA loads) and O (TMA store); results, (mO, mLSE);
+    sizes, (num_m_blocks, sq, sk, batch); lengths, see `sequence`; window, (left, right).
     """
     block, _, _ = cute.arch.block_idx()
-    num_m_blocks, heads = sizes[0], mLSE.shape[1]
+    num_m_blocks, heads = sizes[0], results[1].shape[1]
     where = (block % num_m_blocks, block // num_m_blocks % heads, block // num_m_blocks // heads)
     rows = sequence(lengths, where[2], sizes[1], sizes[2])
     first_row, tile_rows = where[0] * config.Q_TILES * config.TILE_M, config.Q_TILES * config.TILE_M
     tiles = visited_tiles(first_row, tile_rows, (rows[1], rows[3]), window)
+    blind = blind_rows(first_row, tile_rows, rows[0], rows[1], tiles)
+    unused = unused_rows(lengths[0], rows[0], rows[1], sizes[1], where[2], sizes[3])
+    for idle, part in ((blind, (0, 1)), (unused, (where[0], num_m_blocks))):
+        fill_zeros(results[0], where, idle, part, config.plan(head_dim).threads)
+        fill_lse(results[1], where, idle, part, config.plan(head_dim).threads)
     if tiles[0] < tiles[1]:
+        mLSE = results[1]
         by_role(
             atoms, tensors, layouts, mLSE, scale_log2, where, rows, tiles, window, head_dim, dtype
         )

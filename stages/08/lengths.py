@@ -47,18 +47,21 @@ def numbers(address: Int64, first: Int32):
     return cute.make_tensor(start + Int64(first), cute.make_layout(2))
 
 
-def ragged(mX: cute.Tensor):
+def ragged(mX: cute.Tensor, heads=None):
     """The tensor (b, s, h, d) as (s, d, h, b, 1 + s), for a TMA descriptor. Runs: trace.
 
     Rows are counted twice: element (x, ..., y) is row x + y - s. With y = the end of a sequence,
     x = s is the row behind its last one, and what is beyond that TMA fills with zeros when it
     loads, and does not write when it stores: one descriptor for sequences of any length. It starts
-    s rows before the tensor; what lies there is never addressed.
+    s rows before the tensor; what lies there is never addressed. heads, of the result: a multiple
+    of h, of which as many in turn are one head of the tensor.
     """
-    batch, seqlen, heads, head_dim = mX.shape
+    batch, seqlen, own, head_dim = mX.shape
     of_batch, of_row, of_head, _ = mX.stride
+    if heads is not None:
+        own, of_head = (heads // own, own), (0, of_head)
     layout = cute.make_layout(
-        (seqlen, head_dim, heads, batch, seqlen + 1), stride=(of_row, 1, of_head, of_batch, of_row)
+        (seqlen, head_dim, own, batch, seqlen + 1), stride=(of_row, 1, of_head, of_batch, of_row)
     )
     return cute.make_tensor(mX.iterator - seqlen * of_row, layout)
 

@@ -13,6 +13,7 @@ from ...common.tcgen05 import (
     operand_layout,
     tma_load,
 )
+from ..blank import blind_rows, fill_zeros, unused_rows
 from ..lengths import ragged, sequence
 from ..mask import visited_queries
 from . import config
@@ -108,13 +109,13 @@ def backward(
 ):
     """Launch the backward pass over tiles of keys of every sequence.
 
-    Runs: host. Args: mQ, mdO (b, sq, h, d), mK, mV, mdK, mdV (b, sk, h, d) bf16 or fp16, d static;
-    mStats (b, h, tiles, 2, TILE) Float32, see preprocess; mdQ_accum (b, sq, h, d) Float32, added
-    to; of packed sequences, which lie one after the other, b is 1; softmax_scale, scale_log2 =
+    Runs: host. Args: mQ, mdO (b, sq, h, d), mK, mV (b, sk, hk, d), mdK, mdV (b, sk, h, d) bf16 or
+    fp16, d static, h a multiple of hk: mdK and mdV are those of each head of Q. mStats
+    (b, h, tiles, 2, TILE) Float32, see preprocess; mdQ_accum (b, sq, h, d) Float32, added to; of
+    packed sequences, which lie one after the other, b is 1; softmax_scale, scale_log2 =
     softmax_scale * log2(e); cu_seqlens and seqused, addresses as in `rows_of_side`; batch, how many
-    sequences; max_seqlen, no one is longer; left, right, see mask.py; stream. Keys of a whole CTA
-    that no query sees get neither dK nor dV: the host has filled them in. What is allowed is in
-    config.ENVELOPE and was checked before.
+    sequences; max_seqlen, no one is longer; left, right, see mask.py; stream. All rows of mdK and
+    mdV are written. What is allowed is in config.ENVELOPE and was checked before.
     """
     heads, head_dim = mQ.shape[2], mQ.shape[3]
     dtype, layouts = mQ.element_type, operand_layouts(mQ.element_type, mQ.shape[3])
@@ -122,8 +123,8 @@ def backward(
     tile = (config.TILE, config.TILE, head_dim)
     add, store = cpasync.CopyReduceBulkTensorTileS2GOp(), cpasync.CopyBulkTensorTileS2GOp()
     made = {
-        "K": tma_load(mma_s, "A", ragged(mK), layouts["sK"], tile),
-        "V": tma_load(mma_s, "A", ragged(mV), layouts["sV"], tile),
+        "K": tma_load(mma_s, "A", ragged(mK, heads), layouts["sK"], tile),
+        "V": tma_load(mma_s, "A", ragged(mV, heads), layouts["sV"], tile),
         "Q": tma_load(mma_s, "B", ragged(mQ), layouts["sQ"], tile),
         "dO": tma_load(mma_s, "B", ragged(mdO), layouts["sdO"], tile),
         "stats": load_statistics(mStats),
@@ -134,11 +135,11 @@ def backward(
     atoms = {name: atom for name, (atom, _) in made.items()}
     tensors = {name: tensor for name, (_, tensor) in made.items()}
     units = cute.ceil_div(max_seqlen_k, config.KEY_TILES[head_dim] * config.TILE)
-    sizes = (units, heads, mQ.shape[1], mK.shape[1])
+    sizes = (units, heads, mQ.shape[1], mK.shape[1], batch)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     scales, window = (scale_log2, softmax_scale), (left, right)
     backward_kernel(
-        atoms, tensors, layouts, scales, sizes, lengths, window, head_dim, dtype
+        atoms, tensors, layouts, (mdK, mdV), scales, sizes, lengths, window, head_dim, dtype
     ).launch(
         grid=(units * heads * batch, 1, 1),
         block=(config.plan(head_dim).threads, 1, 1),
@@ -174,6 +175,7 @@ def backward_kernel(
     atoms,
     tensors,
     layouts,
+    results: tuple,
     scales,
     sizes,
     lengths: tuple,
@@ -184,8 +186,9 @@ def backward_kernel(
     """One CTA: its key tiles against the query tiles that see them, from the first to the last.
 
     Runs: 512 threads, by role. The 1-D grid counts units of KEY_TILES key tiles fastest, then
-    heads, then batch. Args: atoms, tensors, layouts by name; scales, (scale_log2, softmax_scale);
-    sizes, (units, heads, sq, sk); lengths, see `sequence`; window, (left, right).
+    heads, then batch. Args: atoms, tensors, layouts by name; results, (mdK, mdV); scales,
+    (scale_log2, softmax_scale); sizes, (units, heads, sq, sk, batch); lengths, see `sequence`;
+    window, (left, right).
     """
     block, _, _ = cute.arch.block_idx()
     units, heads = sizes[0], sizes[1]
@@ -193,6 +196,11 @@ def backward_kernel(
     rows = sequence(lengths, where[2], sizes[2], sizes[3])
     unit = config.KEY_TILES[head_dim] * config.TILE
     tiles = visited_queries(where[0] * unit, unit, (rows[1], rows[3]), window)
+    blind = blind_rows(where[0] * unit, unit, rows[2], rows[3], tiles)
+    unused = unused_rows(lengths[1], rows[2], rows[3], sizes[3], where[2], sizes[4])
+    for idle, part in ((blind, (0, 1)), (unused, (where[0], units))):
+        for mX in results:
+            fill_zeros(mX, where, idle, part, config.plan(head_dim).threads)
     if tiles[0] < tiles[1]:
         by_role(atoms, tensors, layouts, scales, where, rows, tiles, window, head_dim, dtype)
 

@@ -13,6 +13,7 @@ from ...common.tcgen05 import (
     operand_layout,
     tma_load,
 )
+from ..blank import blind_rows, fill_zeros, unused_rows
 from ..lengths import ragged, sequence, turned
 from ..mask import visited_queries
 from . import config
@@ -116,20 +117,20 @@ def backward(
 ):
     """Launch the backward pass over pairs of key tiles of every sequence.
 
-    Runs: host. Args: mQ, mdO (b, sq, h, d), mK, mV, mdK, mdV (b, sk, h, d) bf16 or fp16, d static;
-    mStats (b, h, tiles, 2, TILE) Float32, see preprocess; mdQ_accum (b, sq, h, d) Float32, added
-    to; of packed sequences, which lie one after the other, b is 1; softmax_scale, scale_log2 =
+    Runs: host. Args: mQ, mdO (b, sq, h, d), mK, mV (b, sk, hk, d), mdK, mdV (b, sk, h, d) bf16 or
+    fp16, d static, h a multiple of hk: mdK and mdV are those of each head of Q. mStats
+    (b, h, tiles, 2, TILE) Float32, see preprocess; mdQ_accum (b, sq, h, d) Float32, added to; of
+    packed sequences, which lie one after the other, b is 1; softmax_scale, scale_log2 =
     softmax_scale * log2(e); cu_seqlens and seqused, addresses as in `rows_of_side`; batch, how many
-    sequences; max_seqlen, no one is longer; left, right, see mask.py; stream. Keys of a whole pair
-    that no query sees get neither dK nor dV: the host has filled them in. What is allowed is in
-    config.ENVELOPE and was checked before.
+    sequences; max_seqlen, no one is longer; left, right, see mask.py; stream. All rows of mdK and
+    mdV are written. What is allowed is in config.ENVELOPE and was checked before.
     """
     heads, head_dim = mQ.shape[2], mQ.shape[3]
     dtype, layouts = mQ.element_type, operand_layouts(mQ.element_type, mQ.shape[3])
     given = {"K": mK, "V": mV, "Kt": mK, "Q": mQ, "Qt": mQ, "dO": mdO, "dOt": mdO}
     made = {"stats": load_statistics(mStats)}
     for name, (op, side, major, shape) in operands(dtype, head_dim).items():
-        mX = ragged(given[name])  # (s, d, h, b, 1 + s)
+        mX = ragged(given[name], heads)  # (s, d, h, b, 1 + s)
         mX = mX if major == "K" else turned(mX)  # (d, s, h, b, 1 + s)
         made[name] = tma_load(op, side, mX, layouts[f"s{name}"], shape, config.CTAS)
     add, store = cpasync.CopyReduceBulkTensorTileS2GOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -138,11 +139,11 @@ def backward(
     atoms = {name: atom for name, (atom, _) in made.items()}
     tensors = {name: tensor for name, (_, tensor) in made.items()}
     pairs = cute.ceil_div(max_seqlen_k, config.CTAS * config.TILE)
-    sizes = (pairs, heads, mQ.shape[1], mK.shape[1])
+    sizes = (pairs, heads, mQ.shape[1], mK.shape[1], batch)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     scales, window = (scale_log2, softmax_scale), (left, right)
     backward_kernel(
-        atoms, tensors, layouts, scales, sizes, lengths, window, head_dim, dtype
+        atoms, tensors, layouts, (mdK, mdV), scales, sizes, lengths, window, head_dim, dtype
     ).launch(
         grid=(config.CTAS * pairs * heads * batch, 1, 1),
         block=(config.plan(head_dim).threads, 1, 1),
@@ -179,6 +180,7 @@ def backward_kernel(
     atoms,
     tensors,
     layouts,
+    results: tuple,
     scales,
     sizes,
     lengths: tuple,
@@ -189,13 +191,20 @@ def backward_kernel(
     """One CTA of a pair: its key tile against the query tiles that see the pair's, first to last.
 
     Runs: 512 threads, by role. The 1-D grid counts the CTAs of a pair fastest, then pairs of key
-    tiles, then heads, then batch. Args: atoms, tensors, layouts by name; scales, (scale_log2,
-    softmax_scale); sizes, (pairs, heads, sq, sk); lengths, see `sequence`; window, (left, right).
+    tiles, then heads, then batch. Args: atoms, tensors, layouts by name; results, (mdK, mdV);
+    scales, (scale_log2, softmax_scale); sizes, (pairs, heads, sq, sk, batch); lengths, see
+    `sequence`; window, (left, right).
     """
     where, rank = place(sizes)
     rows = sequence(lengths, where[2], sizes[2], sizes[3])
     unit = config.CTAS * config.TILE
     tiles = visited_queries(where[0] * unit, unit, (rows[1], rows[3]), window)
+    first, ctas = (where[0] * config.CTAS + rank) * config.TILE, config.CTAS * sizes[0]
+    blind = blind_rows(first, config.TILE, rows[2], rows[3], tiles)
+    unused = unused_rows(lengths[1], rows[2], rows[3], sizes[3], where[2], sizes[4])
+    for idle, part in ((blind, (0, 1)), (unused, (where[0] * config.CTAS + rank, ctas))):
+        for mX in results:
+            fill_zeros(mX, where, idle, part, config.plan(head_dim).threads)
     if tiles[0] < tiles[1]:
         by_role(
             atoms,

@@ -5,6 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from ..blank import fill_zeros, unused_rows
 from ..lengths import rows_of_side
 from . import config
 
@@ -24,13 +25,12 @@ def postprocess(
 
     Runs: host. Args: mdQ_accum (b, sq, h, d) Float32, the sum of dS K over all keys; mdQ
     (b, sq, h, d) bf16 or fp16, d static, rows of 16-byte steps; softmax_scale; cu_seqlens_q,
-    seqused_q, batch, max_seqlen_q as in preprocess; stream. Rows that no sequence has are not
-    written.
+    seqused_q, batch, max_seqlen_q as in preprocess; stream. Rows that no sequence has become 0.
     """
     heads, head_dim = mdQ.shape[2], mdQ.shape[3]
     num_m_blocks = cute.ceil_div(max_seqlen_q, config.TILE_M)
     of_q = (cu_seqlens_q, seqused_q, max_seqlen_q)
-    postprocess_kernel(mdQ_accum, mdQ, softmax_scale, of_q, num_m_blocks).launch(
+    postprocess_kernel(mdQ_accum, mdQ, softmax_scale, of_q, num_m_blocks, batch).launch(
         grid=(num_m_blocks * heads * batch, 1, 1),
         block=(config.plan(head_dim).threads, 1, 1),
         stream=stream,
@@ -44,8 +44,9 @@ def postprocess_kernel(
     softmax_scale: Float32,
     of_q: tuple,
     num_m_blocks: Int32,
+    entries: Int32,
 ):
-    """One CTA: dQ of its tile.
+    """One CTA: dQ of its tile, and of a part of the rows that no sequence has.
 
     Runs: 128 threads, converged. The 1-D grid counts query tiles fastest, then heads, then batch.
     """
@@ -61,6 +62,8 @@ def postprocess_kernel(
         for mX in (mdQ_accum, mdQ)
     ]  # (rows, d)
     scale_rows(gdQ_accum, gdQ, softmax_scale, len_q - first, tidx)
+    unused = unused_rows(of_q[0], begin, len_q, Int32(mdQ.shape[1]), batch, entries)
+    fill_zeros(mdQ, (m_block, head, batch), unused, (m_block, num_m_blocks), config.THREADS)
 
 
 @cute.jit
