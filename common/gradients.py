@@ -131,7 +131,8 @@ class Workspace:
     """What the backward writes.
 
     stats (b, h, tiles, 2, 128) float32: `statistics`; dq_accum (b, sq, h, d) float32, the sum
-    over keys before it is scaled; dq, dk, dv: the gradients, in the dtype and shape of the inputs.
+    over keys before it is scaled; dq, dk, dv: the gradients, in the dtype and shape of the inputs,
+    dk and dv of each head of q.
     """
 
     stats: Tensor
@@ -142,17 +143,16 @@ class Workspace:
 
     @classmethod
     def empty(cls, saved: Saved, make=contiguous_like, mask: Mask | None = None) -> Workspace:
-        """make: as `contiguous_like`, gives each tensor. Gradients are 0 where the kernels may not
-        write all."""
+        """make: as `contiguous_like`, gives each tensor, of which kernels write all. Gradients are
+        0 where no kernel is started."""
         q, k, v = saved.q, saved.k, saved.v
         batch, seqlen, heads, _ = q.shape
         stats = (batch, heads, tiles_of_statistics(seqlen, mask), 2, TILE_ROWS)
         sums = make(q, stats, torch.float32), make(q, None, torch.float32)
-        made = cls(*sums, make(q), make(k), make(v))
-        if mask and (mask.lengths is not None or mask.sees_nothing):
+        of_keys = None if k.shape[2] == heads else (*k.shape[:2], heads, k.shape[3])
+        made = cls(*sums, make(q), make(k, of_keys), make(v, of_keys))
+        if mask and mask.sees_nothing:
             torch._foreach_zero_([made.dq, made.dk, made.dv])  # one launch
-        elif mask and not mask.all_keys_written:
-            torch._foreach_zero_([made.dk, made.dv])
         return made
 
 

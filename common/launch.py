@@ -56,13 +56,14 @@ def contiguous_like(x: torch.Tensor, shape=None, dtype=None) -> torch.Tensor:
 
 
 def empty_results(problem: Problem, q, make=contiguous_like) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (b, sq, h, d) and lse (b, h, sq) for a kernel; 0 and -inf where it may not write all.
+    """out (b, sq, h, d) and lse (b, h, sq) for a kernel, which writes all; 0 and -inf where it is
+    not started.
 
     make: as `contiguous_like`, gives each tensor.
     """
     batch, seqlen, heads, _ = q.shape
     out, lse = make(q), make(q, (batch, heads, seqlen), torch.float32)
-    if problem.mask and not problem.mask.all_rows_written:
+    if problem.mask and problem.mask.sees_nothing:
         out.zero_()
         lse.fill_(-math.inf)
     return out, lse

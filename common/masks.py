@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,25 +55,11 @@ class Mask:
     lengths: tuple[Tensor | None, ...] | None = None
     rows: tuple[int, int] = (0, 0)
 
-    @cached_property
+    @property
     def sees_nothing(self) -> bool:
         """Whether no query can see a key."""
         sizes = self.batch, self.max_seqlen_q, self.max_seqlen_k
         return self.left + self.right < 0 or 0 in sizes
-
-    @cached_property
-    def all_rows_written(self) -> bool:
-        """Whether kernels write every row of out and lse: each block of queries sees some key."""
-        first_sees = self.right + self.max_seqlen_k - self.max_seqlen_q >= 0
-        last_sees = self.left >= 0
-        return self.lengths is None and not self.sees_nothing and first_sees and last_sees
-
-    @cached_property
-    def all_keys_written(self) -> bool:
-        """Whether kernels write every row of dk and dv: each block of keys is seen by a query."""
-        first_seen = self.left + self.max_seqlen_q - self.max_seqlen_k >= 0
-        last_seen = self.right >= 0
-        return self.lengths is None and not self.sees_nothing and first_seen and last_seen
 
     @property
     def arguments(self) -> tuple[int, ...]:
@@ -97,7 +82,7 @@ class Mask:
         if cu[0] is cu[1] is used[0] is used[1] is None:
             return self
         lengths = tuple(x if x is None else x.contiguous() for x in (*cu, *used))
-        return replace(self, lengths=lengths, rows=rows)
+        return with_fields(self, lengths=lengths, rows=rows)
 
     def batched(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Packed tensors as those of one batch entry; others, and None, as they are."""
@@ -136,6 +121,13 @@ class Mask:
         first = (position - self.left).clamp(min=0)
         last = (position + self.right).clamp(max=row.len_k - 1)
         return (last - first + 1).clamp(min=0).sum().item()
+
+
+def with_fields(x, **changes):
+    """`dataclasses.replace` without the call of __init__, which takes most of its time."""
+    made = object.__new__(type(x))
+    vars(made).update(vars(x), **changes)
+    return made
 
 
 def window(causal, window_size) -> tuple[int, int]:

@@ -12,9 +12,9 @@ Note [Known problems]
     computes again. The addresses of cu_seqlens and seqused are taken anew each time.
 
 Note [Grouped heads]
-    With h query heads and hk heads of K and V, query head i reads head i // (h / hk). K and V are
-    copied for their query heads, to h / hk times their size; dK and dV of a group are added up in
-    float32, each rounded to 16 bits before. A later stage packs the heads of a group instead.
+    With h query heads and hk heads of K and V, query head i reads head i // (h / hk), in place. dK
+    and dV are computed for each query head and rounded to 16 bits, and then added up in float32. A
+    later stage packs the heads of a group instead.
 
 Note [Copies]
     A kernel loads q, k, v and dO as they lie where the last axis is contiguous, and the other
@@ -27,7 +27,6 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ from . import compile as compiling
 from .envelope import ALIGN_BYTES, Problem, check_all, recorded
 from .gradients import Saved, Workspace, backward
 from .launch import forward, loadable, modes
-from .masks import LENGTHS, rows_of
+from .masks import LENGTHS, rows_of, with_fields
 from .model.sequences import OPEN
 from .op_inputs import (
     ALTERNATIVE,
@@ -293,7 +292,7 @@ def _with_lengths(problem: Problem, q, k, lengths) -> Problem:
     if cu_q is cu_k is used_q is used_k is None:
         return problem
     mask = problem.mask.with_lengths((cu_q, cu_k), (used_q, used_k), rows_of(q, k))
-    return replace(problem, mask=mask)
+    return with_fields(problem, mask=mask)
 
 
 def run_forward(problem: Problem, q, k, v) -> tuple[Tensor, Tensor]:
@@ -339,10 +338,7 @@ def _problem(q, k, v, options) -> Problem:
 
 
 def _as_kernels_take(q, k, v) -> tuple[Tensor, Tensor, Tensor]:
-    """(b, s, h, d), with a head for each of q's, copied where it must be; see Note [Copies]."""
-    group = q.shape[-2] // k.shape[-2]  # See Note [Grouped heads]
-    if group > 1:
-        k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
+    """(b, s, h, d), copied where it must be; see Note [Copies]."""
     if q.dim() == 3:
         q, k, v = q[None], k[None], v[None]
     return loadable(q), loadable(k), loadable(v)

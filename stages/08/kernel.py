@@ -152,16 +152,27 @@ def attention_kernel(
     rows = sequence(lengths, where[2], sizes[1], sizes[2])
     first_row, tile_rows = where[0] * config.Q_TILES * config.TILE_M, config.Q_TILES * config.TILE_M
     tiles = visited_tiles(first_row, tile_rows, (rows[1], rows[3]), window)
-    blind = blind_rows(first_row, tile_rows, rows[0], rows[1], tiles)
-    unused = unused_rows(lengths[0], rows[0], rows[1], sizes[1], where[2], sizes[3])
-    for idle, part in ((blind, (0, 1)), (unused, (where[0], num_m_blocks))):
-        fill_zeros(results[0], where, idle, part, config.plan(head_dim).threads)
-        fill_lse(results[1], where, idle, part, config.plan(head_dim).threads)
+    mO, mLSE = results
+    blank(mO, mLSE, where, rows, tiles, sizes, lengths[0])
     if tiles[0] < tiles[1]:
-        mLSE = results[1]
         by_role(
             atoms, tensors, layouts, mLSE, scale_log2, where, rows, tiles, window, head_dim, dtype
         )
+
+
+@cute.jit
+def blank(mO, mLSE, where, rows, tiles, sizes, cu_seqlens_q: Int64):
+    """Write O = 0 and LSE = -inf for a CTA that sees no key, and a part of the unused rows.
+
+    Runs: 512 threads. Args: mO, mLSE as in attention; where, (m_block, head, batch); rows of the
+    sequence, see `sequence`; tiles, (n_min, n_max); sizes as in attention_kernel.
+    """
+    tile_rows = config.Q_TILES * config.TILE_M
+    blind = blind_rows(where[0] * tile_rows, tile_rows, rows[0], rows[1], tiles)
+    unused = unused_rows(cu_seqlens_q, rows[0], rows[1], sizes[1], where[2], sizes[3])
+    for idle, part in ((blind, (0, 1)), (unused, (where[0], sizes[0]))):
+        fill_zeros(mO, where, idle, part, 512)
+        fill_lse(mLSE, where, idle, part, 512)
 
 
 @cute.jit

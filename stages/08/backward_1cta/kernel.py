@@ -196,13 +196,24 @@ def backward_kernel(
     rows = sequence(lengths, where[2], sizes[2], sizes[3])
     unit = config.KEY_TILES[head_dim] * config.TILE
     tiles = visited_queries(where[0] * unit, unit, (rows[1], rows[3]), window)
-    blind = blind_rows(where[0] * unit, unit, rows[2], rows[3], tiles)
-    unused = unused_rows(lengths[1], rows[2], rows[3], sizes[3], where[2], sizes[4])
-    for idle, part in ((blind, (0, 1)), (unused, (where[0], units))):
-        for mX in results:
-            fill_zeros(mX, where, idle, part, config.plan(head_dim).threads)
+    blank(results, where, rows, tiles, sizes, unit, lengths[1])
     if tiles[0] < tiles[1]:
         by_role(atoms, tensors, layouts, scales, where, rows, tiles, window, head_dim, dtype)
+
+
+@cute.jit
+def blank(results, where, rows, tiles, sizes, unit: cutlass.Constexpr, cu_seqlens_k: Int64):
+    """Write zeros for the keys of a CTA that no query sees, and a part of the unused ones.
+
+    Runs: 512 threads. Args: results, (mdK, mdV); where, (n_block, head, batch); rows of the
+    sequence, see `sequence`; tiles, (m_min, m_max); sizes as in backward_kernel; unit, keys of a
+    CTA.
+    """
+    blind = blind_rows(where[0] * unit, unit, rows[2], rows[3], tiles)
+    unused = unused_rows(cu_seqlens_k, rows[2], rows[3], sizes[3], where[2], sizes[4])
+    for idle, part in ((blind, (0, 1)), (unused, (where[0], sizes[0]))):
+        for mX in results:
+            fill_zeros(mX, where, idle, part, 512)
 
 
 @cute.jit

@@ -195,16 +195,11 @@ def backward_kernel(
     scales, (scale_log2, softmax_scale); sizes, (pairs, heads, sq, sk, batch); lengths, see
     `sequence`; window, (left, right).
     """
+    blank(results, sizes, lengths, window)
     where, rank = place(sizes)
     rows = sequence(lengths, where[2], sizes[2], sizes[3])
     unit = config.CTAS * config.TILE
     tiles = visited_queries(where[0] * unit, unit, (rows[1], rows[3]), window)
-    first, ctas = (where[0] * config.CTAS + rank) * config.TILE, config.CTAS * sizes[0]
-    blind = blind_rows(first, config.TILE, rows[2], rows[3], tiles)
-    unused = unused_rows(lengths[1], rows[2], rows[3], sizes[3], where[2], sizes[4])
-    for idle, part in ((blind, (0, 1)), (unused, (where[0] * config.CTAS + rank, ctas))):
-        for mX in results:
-            fill_zeros(mX, where, idle, part, config.plan(head_dim).threads)
     if tiles[0] < tiles[1]:
         by_role(
             atoms,
@@ -221,6 +216,25 @@ def backward_kernel(
             head_dim,
             dtype,
         )
+
+
+@cute.jit
+def blank(results, sizes, lengths, window):
+    """Write zeros for the keys of a pair that no query sees, and a part of the unused ones.
+
+    Runs: 512 threads. Args: as in backward_kernel. Keeps nothing for what follows: registers are
+    scarce.
+    """
+    where, rank = place(sizes)
+    rows = sequence(lengths, where[2], sizes[2], sizes[3])
+    unit = config.CTAS * config.TILE
+    tiles = visited_queries(where[0] * unit, unit, (rows[1], rows[3]), window)
+    cta = where[0] * config.CTAS + rank
+    blind = blind_rows(cta * config.TILE, config.TILE, rows[2], rows[3], tiles)
+    unused = unused_rows(lengths[1], rows[2], rows[3], sizes[3], where[2], sizes[4])
+    for idle, part in ((blind, (0, 1)), (unused, (cta, config.CTAS * sizes[0]))):
+        for mX in results:
+            fill_zeros(mX, where, idle, part, 512)
 
 
 @cute.jit
