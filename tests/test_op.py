@@ -42,16 +42,19 @@ def _forward(problem, q, k, v):
 
 
 def _backward(problem, saved, dout, dlse):
+    """Of each head of q, as the kernels."""
     mask = problem.mask
     sides = tuple(None if side == OPEN else side for side in (mask.left, mask.right))
-    dq, dk, dv = (torch.zeros_like(x) for x in (saved.q, saved.k, saved.v))
+    group = saved.q.shape[2] // saved.k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (saved.k, saved.v))
+    dq, dk, dv = (torch.zeros_like(x) for x in (saved.q, k, v))
     sequences = mask.sequences()
     for number, row in enumerate(sequences.rows):
         entry, queries, keys = sequences.entry(number), row.queries(), row.keys()
         made = reference.attention_backward(
             saved.q[entry, queries][None],
-            saved.k[entry, keys][None],
-            saved.v[entry, keys][None],
+            k[entry, keys][None],
+            v[entry, keys][None],
             dout[entry, queries][None],
             dlse=dlse[entry, :, queries][None],
             softmax_scale=problem.softmax_scale,
@@ -868,17 +871,24 @@ def test_examples_of_the_page_run(oracle, number):
     assert oracle and len(EXAMPLES) == 6
 
 
-def test_packed_sequences_start_as_many_kernels_as_the_page_says(short_cut):
-    q, k, v, (cu_q, cu_k) = _packed(heads_kv=4)
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_only_the_sums_of_groups_are_started_beside_our_kernels(short_cut, monkeypatch, heads_kv):
+    q, k, v, (cu_q, cu_k) = _packed(heads_kv=heads_kv)
     lengths = cu_q, cu_k, None, None
     problem = op._problem(q, k, v, (*lengths, None, None, 0.125, OPEN, 0))
+    made = op._with_lengths(problem, q, k, lengths)
+    for module in (launch, gradients):
+        monkeypatch.setattr(module, "kernel_for", lambda *_: None)
+        monkeypatch.setattr(module, "start", lambda *_: None)
+    monkeypatch.setattr(op, "forward", launch.forward)
+    monkeypatch.setattr(op, "backward", gradients.backward)
     with _Launches() as of_forward:
-        made = op._with_lengths(problem, q, k, lengths)
-        out, lse = launch.empty_results(made, q[None])
+        out, lse = op._forward(made, q, k, v)
+    gradients._zero(q.device)  # made once
     with _Launches() as of_backward:
-        gradients.Workspace.empty(gradients.Saved(*made.batched(q, k, v), out, lse), mask=made.mask)
-    assert (len(of_forward.seen), len(of_backward.seen)) == (2, 1)
-    assert "fill rows (two in a forward, one in a backward)" in TEXT
+        op._backward(made, out, lse, q, k, v, out, lse)
+    assert of_forward.seen == []
+    assert of_backward.seen == ["aten.sum.dim_IntList"] * (2 if heads_kv < 4 else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
