@@ -165,7 +165,7 @@ def mask_of(
 
     cu_seqlens_q, cu_seqlens_k: (n + 1,) int32 on the tensors' device, where each of n sequences
     begins and the last ends, never falling (refused on a CPU; on a GPU, where only kernels read
-    them, rows of two sequences have undefined results); both or none. max_seqlen_q, max_seqlen_k:
+    them, rows of two sequences or of none have undefined results then); both or none. max_seqlen_q, max_seqlen_k:
     with them, no sequence is longer; all of q or k when None. seqused_q, seqused_k: (n,) int32, how
     many rows of each sequence count. What these say is read on the device alone: lengths beyond a
     tensor or a maximum are cut, and a sequence that begins outside is empty.
