@@ -211,6 +211,13 @@ def test_stage_page_follows_the_template(page, site):
     assert "<caption>barriers" in built and '<div class="fl-roles">' in built and "```" not in built
 
 
+@pytest.mark.parametrize("page", STAGE_PAGES)
+def test_a_stage_page_is_read_in_a_quarter_of_an_hour(page, site):
+    found = reading_of(checks.built_file(site, page))
+    assert found.words > 900 and found.drawings and found.code_lines and found.tables
+    assert found.minutes <= 15, found
+
+
 def test_the_time_for_a_page_is_that_of_what_it_shows(tmp_path):
     row, code = "<tr><td>no words</td></tr>", "<pre>one\ntwo\n</pre>"
     numbered = f'<td class="linenos"><pre>1\n2\n</pre></td><td>{code}</td>'
