@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .masks import MASK_OPTIONS, Mask, check_dense, mask_without_lengths, rows_of, window
+from .masks import MASK_OPTIONS, Mask, check_dense, mask_without_lengths, window
 from .model.sequences import OPEN
 from .transforms import BY_AUTOGRAD, refusal
 
@@ -69,7 +69,7 @@ def check(
     if problem.mask is None:
         return problem
     cu, used, _ = ([options.get(f"{name}_{x}") for x in "qk"] for name in OF_BOTH)
-    return replace(problem, mask=problem.mask.with_lengths(cu, used, rows_of(q, k)))
+    return replace(problem, mask=problem.mask.with_lengths(*cu, *used))
 
 
 def check_all(

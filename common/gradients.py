@@ -14,6 +14,7 @@ Runs: host.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,8 +82,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *lengths = ctx.saved_tensors
         problem = ctx.problem
         if lengths:  # hooks on saved tensors may have kept other ones
-            mask = problem.mask.with_lengths(lengths[:2], lengths[2:], problem.mask.rows)
-            problem = replace(problem, mask=mask)
+            problem = replace(problem, mask=problem.mask.with_lengths(*lengths))
         given = q, k, v, out, lse, dout, dlse, ctx.stage, problem
         with execution(*ctx.execution):  # autograd calls this in a thread of its own
             recorded = torch.is_grad_enabled()  # with create_graph=True
@@ -171,18 +171,19 @@ def backward(
     dlse: Tensor | None,
     workspace: Workspace,
     part: Part | None = None,
+    tell: Callable | None = None,
 ) -> None:
     """Write the gradients of sum(out * dout) + sum(lse * dlse) by the stage's kernels.
 
     Args: problem and saved of the forward; dout (b, sq, h, d) in q's dtype, dlse (b, h, sq)
-    float32, any strides, 0 where None; part: the stage's usual one when None. Runs on the current
-    stream of the tensors' device.
+    float32, any strides, 0 where None; part: the stage's usual one when None; tell: see
+    `kernel_for`. Runs on the current stream of the tensors' device.
     """
     if problem.mask and problem.mask.sees_nothing:
         return
     device, part = saved.q.device, part or stage.backward(problem.head_dim)
     sources = stage.part("preprocess"), part, stage.part("postprocess")
-    first, main, last = (kernel_for(source, problem, device) for source in sources)
+    first, main, last = (kernel_for(source, problem, device, tell) for source in sources)
     dout = torch.zeros_like(saved.out) if dout is None else loadable(dout)
     dlse = _zero(device).expand_as(saved.lse) if dlse is None else loadable(dlse)
     of_q = problem.mask.arguments_of_q if problem.mask else ()

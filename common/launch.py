@@ -6,18 +6,19 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
-from .compile import CompiledKernel, compile_stage
+from .compile import CompiledKernel, CompileKey, announced, compile_stage
 from .envelope import ALIGN_BYTES, Problem
 from .stage import KernelSource, Stage
 
 if TYPE_CHECKING:
     from .hopper.run import HopperKernel
 
+LOG2_E = math.log2(math.e)
 _KERNELS: dict[tuple, CompiledKernel | HopperKernel] = {}
 _MODE: contextvars.ContextVar[str | None] = contextvars.ContextVar("mode", default=None)
 _LOG: contextvars.ContextVar[bool] = contextvars.ContextVar("log", default=False)
@@ -37,14 +38,16 @@ def native_arch(device: torch.device) -> str | None:
     return ARCH_OF.get(torch.cuda.get_device_capability(device))
 
 
-def forward(stage: Stage, problem: Problem, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    stage: Stage, problem: Problem, q, k, v, tell: Callable | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of checked, `loadable` tensors, by the stage's kernel; no gradients.
 
-    See `Stage.attention`.
+    See `Stage.attention`; tell as of `kernel_for`.
     """
     out, lse = empty_results(problem, q)
     if not (problem.mask and problem.mask.sees_nothing):
-        launch(kernel_for(stage, problem, q.device), problem, q, k, v, out, lse)
+        launch(kernel_for(stage, problem, q.device, tell), problem, q, k, v, out, lse)
     return out, lse
 
 
@@ -103,14 +106,21 @@ def current_execution() -> tuple[str | None, bool]:
 
 
 def kernel_for(
-    stage: KernelSource, problem: Problem, device: torch.device
+    stage: KernelSource,
+    problem: Problem,
+    device: torch.device,
+    tell: Callable[[CompileKey], None] | None = None,
 ) -> CompiledKernel | HopperKernel:
-    """The kernel for this problem on this device; ValueError when it cannot run there."""
-    mode, log = current_execution()
-    key = (stage.tag, mode, log, problem.dtype, problem.head_dim, device.index)
-    if key not in _KERNELS:
-        _KERNELS[key] = _find_kernel(stage, problem, device)
-    return _KERNELS[key]
+    """The kernel for this problem on this device; ValueError when it cannot run there.
+
+    tell: called before a compilation that no cache spares.
+    """
+    key = (stage.tag, _MODE.get(), _LOG.get(), problem.dtype, problem.head_dim, device.index)
+    found = _KERNELS.get(key)
+    if found is None:
+        with announced(tell) if tell else contextlib.nullcontext():
+            found = _KERNELS[key] = _find_kernel(stage, problem, device)
+    return found
 
 
 def _find_kernel(stage: KernelSource, problem: Problem, device: torch.device):
@@ -135,8 +145,7 @@ def _find_kernel(stage: KernelSource, problem: Problem, device: torch.device):
 def launch(kernel: CompiledKernel | HopperKernel, problem: Problem, q, k, v, out, lse) -> None:
     """Start a forward kernel on the current stream of q's device, writing `out` and `lse`; q, k and
     v are `loadable`."""
-    scale_log2 = problem.softmax_scale * math.log2(math.e)
-    start(kernel, q, k, v, out, lse, scale_log2, *mask_arguments(problem))
+    start(kernel, q, k, v, out, lse, problem.softmax_scale * LOG2_E, *mask_arguments(problem))
 
 
 def mask_arguments(problem: Problem) -> tuple[int, ...]:

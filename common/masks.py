@@ -41,9 +41,9 @@ class Mask:
 
     left, right: as in Note [Which query sees which key], OPEN where a side is open. packed: whether
     the sequences lie one after the other, in tensors (1, total, h, d). batch: how many there are,
-    none longer than max_seqlen_q and max_seqlen_k. lengths: (cu_seqlens_q, cu_seqlens_k, seqused_q,
-    seqused_k), contiguous int32 on the tensors' device, each may be None; None where each batch
-    entry is a sequence with all its rows. rows: of q and k, where there are lengths.
+    none longer than max_seqlen_q and max_seqlen_k. rows: of the tensors q and k. lengths:
+    (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), contiguous int32 on the tensors' device,
+    each may be None; None where each batch entry is a sequence with all its rows.
     """
 
     left: int
@@ -52,8 +52,8 @@ class Mask:
     batch: int
     max_seqlen_q: int
     max_seqlen_k: int
+    rows: tuple[int, int]
     lengths: tuple[Tensor | None, ...] | None = None
-    rows: tuple[int, int] = (0, 0)
 
     @property
     def sees_nothing(self) -> bool:
@@ -74,15 +74,12 @@ class Mask:
         cu, _, used, _ = self.lengths or (None,) * 4
         return _address(cu), _address(used), self.batch, self.max_seqlen_q
 
-    def with_lengths(self, cu, used, rows: tuple[int, int]) -> Mask:
-        """The same with `lengths` of checked tensors; without any, itself.
-
-        cu, used: (of q, of k) as in `mask_of`; rows: of the tensors q and k.
-        """
-        if cu[0] is cu[1] is used[0] is used[1] is None:
+    def with_lengths(self, cu_q, cu_k, used_q, used_k) -> Mask:
+        """The same with `lengths` of checked tensors; without any, itself."""
+        if cu_q is cu_k is used_q is used_k is None:
             return self
-        lengths = tuple(x if x is None else x.contiguous() for x in (*cu, *used))
-        return with_fields(self, lengths=lengths, rows=rows)
+        lengths = [x if x is None else x.contiguous() for x in (cu_q, cu_k, used_q, used_k)]
+        return with_fields(self, lengths=tuple(lengths))
 
     def batched(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Packed tensors as those of one batch entry; others, and None, as they are."""
@@ -165,16 +162,16 @@ def mask_of(
 
     cu_seqlens_q, cu_seqlens_k: (n + 1,) int32 on the tensors' device, where each of n sequences
     begins and the last ends, never falling (refused on a CPU; on a GPU, where only kernels read
-    them, rows of two sequences or of none have undefined results then); both or none. max_seqlen_q, max_seqlen_k:
-    with them, no sequence is longer; all of q or k when None. seqused_q, seqused_k: (n,) int32, how
-    many rows of each sequence count. What these say is read on the device alone: lengths beyond a
-    tensor or a maximum are cut, and a sequence that begins outside is empty.
+    them, rows of two sequences or of none have undefined results then); both or none. max_seqlen_q,
+    max_seqlen_k: with them, no sequence is longer; all of q or k when None. seqused_q, seqused_k:
+    (n,) int32, how many rows of each sequence count. What these say is read on the device alone:
+    lengths beyond a tensor or a maximum are cut, and a sequence that begins outside is empty.
     Raises TypeError or ValueError for what cannot be one.
     """
     cu, used = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
     sides = window(causal, window_size)
     made = mask_without_lengths(q, k, sides, cu, used, (max_seqlen_q, max_seqlen_k))
-    return made.with_lengths(cu, used, rows_of(q, k))
+    return made.with_lengths(*cu, *used)
 
 
 def mask_without_lengths(q: Tensor, k: Tensor, sides, cu, used, most) -> Mask:
@@ -182,20 +179,15 @@ def mask_without_lengths(q: Tensor, k: Tensor, sides, cu, used, most) -> Mask:
 
     sides: of `window`; cu, used, most: (of q, of k) of the options of `mask_of`.
     """
-    packed, batch = check_sequences(q, k, cu, used)
+    (packed, batch), rows = check_sequences(q, k, cu, used), (q.shape[-3], k.shape[-3])
     longest = [
-        _check_maximum(f"max_seqlen_{name}", given, rows, packed)
-        for name, given, rows in zip("qk", most, rows_of(q, k))
+        _check_maximum(f"max_seqlen_{name}", given, own, packed)
+        for name, given, own in zip("qk", most, rows)
     ]
     for name, values in zip(("cu_seqlens_q", "cu_seqlens_k"), cu):
         if packed and values.device.type == "cpu" and (values[1:] < values[:-1]).any():
             raise ValueError(f"{name} must never fall; got {values.tolist()}")
-    return Mask(*sides, packed, batch, *longest)
-
-
-def rows_of(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """Rows of (b, s, h, d) or (total, h, d)."""
-    return q.shape[-3], k.shape[-3]
+    return Mask(*sides, packed, batch, *longest, rows)
 
 
 def check_sequences(q: Tensor, k: Tensor, cu, used) -> tuple[bool, int]:

@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import compile as compiling
+from .compile import CompileKey
 from .envelope import ALIGN_BYTES, Problem, check_all, recorded
 from .gradients import Saved, Workspace, backward
 from .launch import forward, loadable, modes
-from .masks import LENGTHS, rows_of, with_fields
+from .masks import LENGTHS, with_fields
 from .model.sequences import OPEN
 from .op_inputs import (
     ALTERNATIVE,
@@ -153,7 +153,7 @@ def _attend(q, k, v, lengths: tuple, options: tuple, window_size) -> tuple[Tenso
         return found
     if recorded(q, k, v):
         return _ShortCut.apply(q, k, v, (*known, lengths))
-    return _forward(_with_lengths(known[0], q, k, lengths), q, k, v)
+    return _forward(_with_lengths(known[0], lengths), q, k, v)
 
 
 def _look_up(q, k, v, lengths: tuple, options: tuple, window_size) -> tuple:
@@ -176,7 +176,7 @@ class _ShortCut(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, options: tuple):
         problem, ctx.values, ctx.lengths = options
-        ctx.problem = _with_lengths(problem, q, k, ctx.lengths)
+        ctx.problem = _with_lengths(problem, ctx.lengths)
         out, lse = _forward(ctx.problem, q, k, v)
         saved = () if ctx.lengths is _NONE else ctx.lengths
         ctx.save_for_backward(q, k, v, out, lse, *saved)
@@ -194,7 +194,7 @@ class _ShortCut(torch.autograd.Function):
         else:
             problem = ctx.problem
             if any(x is not y for x, y in zip(lengths, ctx.lengths)):  # a hook has kept others
-                problem = _with_lengths(problem, q, k, lengths)
+                problem = _with_lengths(problem, lengths)
             gradients = _backward(problem, dout, dlse, q, k, v, out, lse)
         return *gradients, None
 
@@ -254,7 +254,7 @@ def last_stage() -> Stage:
 )
 def attention(q, k, v, *options):
     """(out, lse); see `flash_attn_func`. options: those of the schema."""
-    problem = _with_lengths(_problem(q, k, v, options), q, k, options[:4])
+    problem = _with_lengths(_problem(q, k, v, options), options[:4])
     return _forward(problem, q, k, v)
 
 
@@ -266,7 +266,7 @@ def attention(q, k, v, *options):
 )
 def attention_backward(dout, dlse, q, k, v, out, lse, *options):
     """(dq, dk, dv), from what `attention` was given and returned."""
-    problem = _with_lengths(_problem(q, k, v, options), q, k, options[:4])
+    problem = _with_lengths(_problem(q, k, v, options), options[:4])
     return _backward(problem, dout, dlse, q, k, v, out, lse)
 
 
@@ -287,25 +287,20 @@ def _backward(problem: Problem, dout, dlse, q, k, v, out, lse):
     return (dq[0], dk[0], dv[0]) if q.dim() == 3 else (dq, dk, dv)
 
 
-def _with_lengths(problem: Problem, q, k, lengths) -> Problem:
-    cu_q, cu_k, used_q, used_k = lengths
-    if cu_q is cu_k is used_q is used_k is None:
-        return problem
-    mask = problem.mask.with_lengths((cu_q, cu_k), (used_q, used_k), rows_of(q, k))
-    return with_fields(problem, mask=mask)
+def _with_lengths(problem: Problem, lengths) -> Problem:
+    mask = problem.mask.with_lengths(*lengths)
+    return problem if mask is problem.mask else with_fields(problem, mask=mask)
 
 
 def run_forward(problem: Problem, q, k, v) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked tensors (b, s, h, d) by the stage's kernel."""
-    with _told_what_takes_long():
-        return forward(last_stage(), problem, q, k, v)
+    return forward(last_stage(), problem, q, k, v, _tell)
 
 
 def run_backward(problem: Problem, saved: Saved, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the same by the stage's kernels."""
     workspace = Workspace.empty(saved, mask=problem.mask)
-    with _told_what_takes_long():  # autograd has threads of its own
-        backward(last_stage(), problem, saved, dout, dlse, workspace)
+    backward(last_stage(), problem, saved, dout, dlse, workspace, tell=_tell)
     return workspace.dq, workspace.dk, workspace.dv
 
 
@@ -364,12 +359,8 @@ def _sum_of_groups(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.unflatten(2, (heads, -1)).sum(3)
 
 
-def _told_what_takes_long():
-    """While open, a compilation is announced on stderr."""
-    return compiling.announced(_tell)
-
-
-def _tell(key: compiling.CompileKey) -> None:
+def _tell(key: CompileKey) -> None:
+    """Say on stderr what takes long."""
     print(f"flash_ladder: compiling {key.name}, once, for seconds", file=sys.stderr)
 
 

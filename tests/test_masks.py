@@ -43,9 +43,9 @@ def _rows(mask) -> list[tuple[int, ...]]:
 
 
 def test_with_lengths_the_rest_stays():
-    mask, used = _dense(causal=True), (_int(1, 2), None)
-    made = mask.with_lengths((None, None), used, (4, 6))
-    assert made == replace(mask, lengths=(None, None, *used), rows=(4, 6)) != mask
+    mask, lengths = _dense(causal=True), (None, None, _int(1, 2), None)
+    made = mask.with_lengths(*lengths)
+    assert made == replace(mask, lengths=lengths) != mask and made.rows == (4, 6)
     assert mask.lengths is None
 
 
@@ -322,7 +322,7 @@ def test_lengths_stay_within_the_tensor(cu_q, options, rows_q):
 
 def test_lengths_that_fall_are_0_where_nobody_may_look():
     mask = replace(_packed(), lengths=None)
-    given = (_int(-3, 2, 1), _int(0, 4, 6)), (None, None), (4, 6)
+    given = _int(-3, 2, 1), _int(0, 4, 6), None, None
     assert [row[:2] for row in _rows(mask.with_lengths(*given))] == [(0, 2), (2, 0)]
 
 
@@ -336,7 +336,7 @@ def test_lengths_that_fall_are_0_where_nobody_may_look():
 )
 def test_one_cu_seqlens_for_both_sides_has_the_lengths_of_each(rows, most, used_k, wanted):
     cu, used_k = _int(0, 3, 9), used_k and _int(*used_k)
-    mask = Mask(OPEN, OPEN, True, 2, *most).with_lengths((cu, cu), (None, used_k), rows)
+    mask = Mask(OPEN, OPEN, True, 2, *most, rows).with_lengths(cu, cu, None, used_k)
     assert _rows(mask) == [tuple(row) for row in wanted]
 
 

@@ -170,13 +170,13 @@ def short_cut(oracle, monkeypatch):
     monkeypatch.setattr(op, "_KNOWN", {})
     found = []
 
-    def forward(stage, problem, *tensors):
-        caller = sys._getframe(3).f_code.co_name  # of run_forward and _forward
+    def forward(stage, problem, q, k, v, tell=None):
+        tensors, caller = (q, k, v), sys._getframe(3).f_code.co_name  # of run_forward and _forward
         if caller != "attention":
             found.append((problem, *tensors))
         return _forward(problem, *tensors)
 
-    def backward(stage, problem, saved, dout, dlse, workspace):
+    def backward(stage, problem, saved, dout, dlse, workspace, tell=None):
         assert not any(x.requires_grad for x in vars(saved).values())
         dout, dlse = (
             torch.zeros_like(x) if y is None else y
@@ -252,7 +252,7 @@ def test_a_gradient_that_is_not_there_costs_no_zeros(short_cut, monkeypatch, of)
     q, k, v = _qkv(grad=True)
     flash_attn_func(q, k, v)
     given, real = [], op.backward
-    monkeypatch.setattr(op, "backward", lambda *x: given.append(x[3:5]) or real(*x))
+    monkeypatch.setattr(op, "backward", lambda *x, **y: given.append(x[3:5]) or real(*x))
     flash_attn_func(q, k, v, return_lse=True)[of].sum().backward()
     assert [x is None for x in given[0]] == [of == 1, of == 0]
 
@@ -263,7 +263,7 @@ def test_packed_sequences_have_tiles_of_statistics_each(short_cut, monkeypatch, 
     if known:
         call(*tensors)
     made = []
-    monkeypatch.setattr(op, "backward", lambda *given: made.append(given[-1]))
+    monkeypatch.setattr(op, "backward", lambda *given, **_: made.append(given[-1]))
     call(*tensors).sum().backward()
     assert made[0].stats.shape == (1, 4, 3, 2, 128)
 
@@ -464,7 +464,7 @@ def test_what_a_hook_on_saved_tensors_returns_is_made_loadable(short_cut, monkey
         call(*tensors)
     starts, real = [], op.backward
 
-    def backward(stage, problem, saved, *rest):
+    def backward(stage, problem, saved, *rest, **_):
         starts.extend(x.data_ptr() % 16 for x in (saved.q, saved.k, saved.v, saved.out))
         real(stage, problem, saved, *rest)
 
@@ -480,22 +480,27 @@ def test_what_a_hook_on_saved_tensors_returns_is_made_loadable(short_cut, monkey
 
 
 @pytest.mark.parametrize("kind", ["dense", "packed"])
-def test_every_compilation_is_announced(short_cut, monkeypatch, capsys, kind):
-    for name, real in (("forward", op.forward), ("backward", op.backward)):
+def test_every_compilation_is_announced(monkeypatch, capsys, kind):
+    def find(source, *_):
+        compile.announce(CompileKey(8, "sm_100a", "bfloat16", 64, source.name))
+        return source
 
-        def compiled(*given, name=name, real=real):
-            compile.announce(CompileKey(8, "sm_100a", "bfloat16", 64, name))
-            return real(*given)
-
-        monkeypatch.setattr(op, name, compiled)
+    monkeypatch.setattr(launch, "_KERNELS", {})
+    monkeypatch.setattr(launch, "_find_kernel", find)
+    monkeypatch.setattr(op, "_KNOWN", {})
+    monkeypatch.setattr(op, "check_device", lambda device: None)
+    for module in (launch, gradients):
+        monkeypatch.setattr(module, "start", lambda *_: None)
     call, tensors = _call(kind)
-    for _ in range(2):
+    parts = "preprocess", "backward_1cta", "postprocess"
+    for wanted in ([["08-sm_100a"], [f"08-{part}-sm_100a" for part in parts]], [[], []]):
         out = call(*tensors)
-        assert re.findall("compiling .*forward", capsys.readouterr().err.replace("\n", " "))
         thread = threading.Thread(target=out.sum().backward)  # as autograd's of a GPU
+        told = [capsys.readouterr().err]
         thread.start()
         thread.join()
-        assert re.findall("compiling .*backward", capsys.readouterr().err.replace("\n", " "))
+        told.append(capsys.readouterr().err)
+        assert [re.findall("compiling (.*)-bfloat16-d64, once", text) for text in told] == wanted
 
 
 def test_who_is_told_of_compilations_comes_back_when_another_leaves():
@@ -876,7 +881,7 @@ def test_only_the_sums_of_groups_are_started_beside_our_kernels(short_cut, monke
     q, k, v, (cu_q, cu_k) = _packed(heads_kv=heads_kv)
     lengths = cu_q, cu_k, None, None
     problem = op._problem(q, k, v, (*lengths, None, None, 0.125, OPEN, 0))
-    made = op._with_lengths(problem, q, k, lengths)
+    made = op._with_lengths(problem, lengths)
     for module in (launch, gradients):
         monkeypatch.setattr(module, "kernel_for", lambda *_: None)
         monkeypatch.setattr(module, "start", lambda *_: None)
