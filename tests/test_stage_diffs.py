@@ -32,7 +32,7 @@ BUDGETS = {
     ),
     (2, 3): Budget(355, 6, reason="one sequence becomes four roles with a loop and barriers each"),
     (3, 4): Budget(125, 5, 0.17, "normalising and LSE move to the new warpgroup as they are"),
-    (7, 8): Budget(310, 8, reason="masks and lengths concern every role that knows a tile"),
+    (7, 8): Budget(375, 9, reason="masks and lengths concern every role that knows a tile"),
     (5, 6): Budget(20, 5, 0.32, "three of few lines move into the branch that a vote takes"),
 }
 

@@ -89,6 +89,7 @@ COUNTS = [
     "ten",
     "eleven",
     "twelve",
+    "thirteen",
 ]
 OF_STEP = [
     _seconds(8, part)["cpu_s"] for part in ("", "preprocess", "backward_2cta", "postprocess")
