@@ -2,9 +2,10 @@
 """The op of a stage with its gradients: preprocess, a backward part, postprocess.
 
 Note [Memory of a backward]
-    Between the passes q, k, v, out and lse are kept. The backward allocates dq, dk and dv and, for
-    its own time, a float32 sum for dq, 4*b*sq*h*d bytes, and statistics of 8*b*h*sq bytes. At 32 k
-    tokens, 16 heads and head dim 128 those are 268 MB and 4 MB. dO is copied where a kernel cannot
+    Between the passes q, k, v, out and lse are kept. The backward allocates dq, dk and dv (of
+    grouped heads also dk and dv of each head of q, before they are added up) and, for its own time,
+    a float32 sum for dq, 4*b*sq*h*d bytes, and statistics of 8*b*h*sq bytes. At 32 k tokens, 16
+    heads and head dim 128 those are 268 MB and 4 MB. dO is copied where a kernel cannot
     load it as it lies: innermost stride other than 1 (an expanded dO has 0), other strides or start
     no multiples of 16 bytes.
 
