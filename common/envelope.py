@@ -164,7 +164,7 @@ def recorded(q, k, v) -> bool:
 def check_shapes(stage: Stage, q, k, v, grouped_heads: bool = False) -> None:
     """ValueError unless (b, s, h, d) fit each other and the stage; sizes may be symbols.
 
-    grouped_heads: whether k and v may have fewer heads, also where the stage's kernels cannot.
+    grouped_heads: whether k and v may have fewer heads, also where the stage does not take them.
     """
     envelope = stage.config.ENVELOPE
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -201,11 +201,12 @@ def _check_lengths(stage: Stage, q, k, v, mask: Mask | None) -> None:
         raise ValueError(
             f"stage {stage.tag} needs a batch of at least 1; got {shapes}" + _lift(stage, "seqlen")
         )
+    rows = max(q.shape[1], k.shape[1])
+    if rows >= OPEN:
+        raise ValueError(f"q, k and v have at most {OPEN - 1} rows; got {rows}")
     batch, longest = q.shape[0], q.shape[1]
     if mask:
         batch, longest = mask.batch, max(mask.max_seqlen_q, mask.max_seqlen_k)
-    if longest >= OPEN:
-        raise ValueError(f"a sequence has at most {OPEN - 1} rows; got {longest}")
     ctas = batch * q.shape[2] * math.ceil(longest / TILE_ROWS)
     if ctas > MAX_GRID:
         fix = "give max_seqlen_q and max_seqlen_k, or " if mask and mask.packed else ""

@@ -144,8 +144,8 @@ class Workspace:
 
     @classmethod
     def empty(cls, saved: Saved, make=contiguous_like, mask: Mask | None = None) -> Workspace:
-        """make: as `contiguous_like`, gives each tensor, of which kernels write all. Gradients are
-        0 where no kernel is started."""
+        """make: as `contiguous_like`, gives each tensor. Kernels write all of the gradients; they
+        are 0 where none is started."""
         q, k, v = saved.q, saved.k, saved.v
         batch, seqlen, heads, _ = q.shape
         stats = (batch, heads, tiles_of_statistics(seqlen, mask), 2, TILE_ROWS)

@@ -161,11 +161,11 @@ def mask_of(
     """The mask of a call on q and k, (b, s, h, d), or (total, h, d) with cu_seqlens.
 
     cu_seqlens_q, cu_seqlens_k: (n + 1,) int32 on the tensors' device, where each of n sequences
-    begins and the last ends, never falling (refused on a CPU; on a GPU, where only kernels read
-    them, rows of two sequences or of none have undefined results then); both or none. max_seqlen_q,
-    max_seqlen_k: with them, no sequence is longer; all of q or k when None. seqused_q, seqused_k:
-    (n,) int32, how many rows of each sequence count. What these say is read on the device alone:
-    lengths beyond a tensor or a maximum are cut, and a sequence that begins outside is empty.
+    begins and the last ends, never falling (else refused on a CPU; on a GPU, where only kernels
+    read them, all results are undefined); both or none. max_seqlen_q, max_seqlen_k: with them, no
+    sequence is longer; all of q or k when None. seqused_q, seqused_k: (n,) int32, how many rows of
+    each sequence count. What these say is read on the device alone: lengths beyond a tensor or a
+    maximum are cut, and a sequence that begins outside is empty.
     Raises TypeError or ValueError for what cannot be one.
     """
     cu, used = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)

@@ -110,8 +110,8 @@ def flash_attn_varlen_func(
         q: (total_q, h, d), bf16 or fp16, on a CUDA GPU; d is 64 or 128.
         k, v: (total_k, hk, d) like q; h is a multiple of hk.
         cu_seqlens_q, cu_seqlens_k: (n + 1,) int32 on q's device; sequence i has the rows from
-            cu_seqlens[i] to cu_seqlens[i + 1]. Zero lengths are allowed. They must not fall: rows
-            of two sequences or of none have undefined results then.
+            cu_seqlens[i] to cu_seqlens[i + 1]. Zero lengths are allowed. They must not fall, else
+            all results are undefined: pad them with their last number.
         max_seqlen_q, max_seqlen_k: no sequence is longer, an int or a CPU tensor that holds one;
             total_q and total_k when None, which starts more thread blocks than there is work for.
         seqused_q, seqused_k: (n,) int32 on q's device: how many of its rows a sequence uses.

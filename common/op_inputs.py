@@ -83,7 +83,8 @@ def _number(name: str, value) -> int | None:
 def check_inputs(stage: Stage, q, k, v, lengths) -> tuple[Tensor, Tensor, Tensor]:
     """TypeError or ValueError unless these fit each other and the stage; sizes may be symbols.
 
-    Returns tensors like those that kernels take but for their numbers and their memory.
+    Returns tensors like these but for their numbers, their memory and the heads of k and v, as many
+    as q has.
     """
     check_tensors(stage, {"q": q, "k": k, "v": v})
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
