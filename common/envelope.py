@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from .masks import MASK_OPTIONS, Mask, check_dense, mask_without_lengths, window
-from .model.sequences import OPEN
 from .transforms import BY_AUTOGRAD, refusal
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ ALIGN_BYTES = 16  # base address and strides: one vector load
 SCALES = (2.0**-125, 2.0**127)  # times log2(e), these are normal float32 numbers
 TILE_ROWS = 128  # the fewest query or key rows of a CTA
 OF_BOTH = "cu_seqlens", "seqused", "max_seqlen"  # options of q and of k
+MAX_ROWS = 500_000_000  # of a tensor: kernels count up to 4 times as many, in 32 bits
 MAX_GRID = 2**31 - 1  # CTAs of a 1-D grid (CUDA Programming Guide, compute capabilities)
 
 
@@ -202,8 +202,8 @@ def _check_lengths(stage: Stage, q, k, v, mask: Mask | None) -> None:
             f"stage {stage.tag} needs a batch of at least 1; got {shapes}" + _lift(stage, "seqlen")
         )
     rows = max(q.shape[1], k.shape[1])
-    if rows >= OPEN:
-        raise ValueError(f"q, k and v have at most {OPEN - 1} rows; got {rows}")
+    if rows > MAX_ROWS:
+        raise ValueError(f"q, k and v have at most {MAX_ROWS} rows each; got {rows}")
     batch, longest = q.shape[0], q.shape[1]
     if mask:
         batch, longest = mask.batch, max(mask.max_seqlen_q, mask.max_seqlen_k)

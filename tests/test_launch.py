@@ -11,7 +11,7 @@ import torch
 from flash_ladder import load
 from flash_ladder.common import inputs
 from flash_ladder.common import launch as launching
-from flash_ladder.common.envelope import MAX_GRID, Problem, check
+from flash_ladder.common.envelope import MAX_GRID, MAX_ROWS, Problem, check
 from flash_ladder.common.launch import ARCH_OF, contiguous_like, loadable
 
 SHAPE = (2, 128, 3, 64)
@@ -137,6 +137,27 @@ def test_tensors_on_two_devices_are_refused(stage):
     (v,) = _qkv(device="meta")[:1]
     with pytest.raises(ValueError, match=r"one device; got \{'q': 'cpu', 'k': 'cpu', 'v': 'meta'"):
         check(stage, q, k, v)
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_rows_have_a_limit(number):
+    q, k, _ = _qkv((1, 1, 1, 64))
+    rows = MAX_ROWS // 128 * 128
+    for sizes in ((rows + 128, 128), (128, rows + 128)):
+        wide, keys = (x.expand(-1, size, -1, -1) for x, size in zip((q, k), sizes))
+        with pytest.raises(ValueError, match=f"at most {MAX_ROWS} rows each; got {rows + 128}"):
+            check(load(number), wide, keys, keys, need_cuda=False)
+    fits = q.expand(-1, rows, -1, -1)
+    assert check(load(number), fits, fits, fits, need_cuda=False).seqlen_q == rows
+
+
+def test_packed_rows_have_a_limit():
+    """Of all sequences together, however short the longest."""
+    q = _qkv((1, 1, 64))[0].expand(MAX_ROWS + 1, -1, -1)
+    ends = torch.tensor([0, 1], dtype=torch.int32)
+    options = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 1, "max_seqlen_k": 1}
+    with pytest.raises(ValueError, match=f"at most {MAX_ROWS} rows each"):
+        check(load(8), q, q, q, need_cuda=False, **options)
 
 
 def test_a_grid_has_a_limit(stage):

@@ -28,24 +28,19 @@ def blind_rows(first: Int32, rows: Int32, begin: Int32, length: Int32, tiles):
 
 @cute.jit
 def unused_rows(cu_seqlens: Int64, begin: Int32, length: Int32, seqlen: Int32, batch, entries):
-    """Rows of a tensor that no sequence uses, (first, end) each: behind an entry, outside of all.
+    """(first, end) of the rows between those that a batch entry uses and those of the next.
 
     Runs: any thread. Args: cu_seqlens, as in `rows_of_side`; begin and length of the sequence;
-    seqlen, rows of the tensor; batch, which of how many `entries`. Outside are the rows behind the
-    last sequence, and then those before the first: row r of `seqlen` or more is row r - seqlen.
+    seqlen, rows of the tensor; batch, which of how many `entries`. Behind the last sequence come
+    the rows before the first: row r of `seqlen` or more is row r - seqlen.
     """
-    end, first_outside, end_outside = seqlen, seqlen, seqlen
+    end = seqlen
     if cu_seqlens != 0:
-        end = row_within(cu_seqlens, batch + 1, seqlen)
-        first_outside = row_within(cu_seqlens, entries, seqlen)
-        end_outside = seqlen + row_within(cu_seqlens, Int32(0), seqlen)
-    return (begin + length, end), (first_outside, end_outside)
-
-
-@cute.jit
-def row_within(cu_seqlens: Int64, number: Int32, seqlen: Int32):
-    """One number of cu_seqlens, 0 ... seqlen. Runs: any thread."""
-    return cutlass.min(cutlass.max(numbers(cu_seqlens, number)[0], 0), seqlen)
+        following, end = batch + 1, Int32(0)
+        if following == entries:
+            following, end = Int32(0), seqlen
+        end += cutlass.min(cutlass.max(numbers(cu_seqlens, following)[0], 0), seqlen)
+    return begin + length, end
 
 
 @cute.jit
@@ -65,14 +60,10 @@ def fill_zeros(mX: cute.Tensor, where, rows, part, threads: cutlass.Constexpr):
     at_once = threads // chunks  # rows of a CTA
     zeros = cute.make_rmem_tensor((width,), mX.element_type)
     zeros.fill(0.0)
-    row = rows[0] + Int64(part[0]) * at_once + tidx // chunks  # 64 bits: far CTAs are beyond 2**31
-    while row < rows[1]:
-        at = row
-        if row >= seqlen:
-            at = row - seqlen
-        gX = mX[entry, at, head, None]  # (d)
+    first = rows[0] + part[0] * at_once + tidx // chunks
+    for row in cutlass.range(first, rows[1], part[1] * at_once, unroll=1):
+        gX = mX[entry, row % seqlen, head, None]  # (d)
         cute.autovec_copy(zeros, cute.local_tile(gX, (width,), (tidx % chunks,)))
-        row += Int64(part[1]) * at_once
 
 
 @cute.jit
@@ -80,12 +71,7 @@ def fill_lse(mLSE: cute.Tensor, where, rows, part, threads: cutlass.Constexpr):
     """Write -inf to the same rows of mLSE (b, h, s) Float32. Runs, args: as fill_zeros."""
     tidx, _, _ = cute.arch.thread_idx()
     _, head, batch = where
-    seqlen = mLSE.shape[2]
     entry = cutlass.min(batch, mLSE.shape[0] - 1)  # a packed tensor has one
-    row = rows[0] + Int64(part[0]) * threads + tidx
-    while row < rows[1]:
-        at = row
-        if row >= seqlen:
-            at = row - seqlen
-        mLSE[entry, head, at] = -Float32.inf
-        row += Int64(part[1]) * threads
+    first = rows[0] + part[0] * threads + tidx
+    for row in cutlass.range(first, rows[1], part[1] * threads, unroll=1):
+        mLSE[entry, head, row % mLSE.shape[2]] = -Float32.inf

@@ -169,9 +169,8 @@ def blank(mO, mLSE, where, rows, tiles, sizes, cu_seqlens_q: Int64):
     """
     tile_rows = config.Q_TILES * config.TILE_M
     blind = blind_rows(where[0] * tile_rows, tile_rows, rows[0], rows[1], tiles)
-    behind, outside = unused_rows(cu_seqlens_q, rows[0], rows[1], sizes[1], where[2], sizes[3])
-    cta, ctas = where[2] * sizes[0] + where[0], sizes[3] * sizes[0]  # of this head
-    for idle, part in ((blind, (0, 1)), (behind, (where[0], sizes[0])), (outside, (cta, ctas))):
+    unused = unused_rows(cu_seqlens_q, rows[0], rows[1], sizes[1], where[2], sizes[3])
+    for idle, part in ((blind, (0, 1)), (unused, (where[0], sizes[0]))):
         fill_zeros(mO, where, idle, part, 512)
         fill_lse(mLSE, where, idle, part, 512)
 

@@ -210,9 +210,8 @@ def blank(results, where, rows, tiles, sizes, unit: cutlass.Constexpr, cu_seqlen
     CTA.
     """
     blind = blind_rows(where[0] * unit, unit, rows[2], rows[3], tiles)
-    behind, outside = unused_rows(cu_seqlens_k, rows[2], rows[3], sizes[3], where[2], sizes[4])
-    cta, ctas = where[2] * sizes[0] + where[0], sizes[4] * sizes[0]  # of this head
-    for idle, part in ((blind, (0, 1)), (behind, (where[0], sizes[0])), (outside, (cta, ctas))):
+    unused = unused_rows(cu_seqlens_k, rows[2], rows[3], sizes[3], where[2], sizes[4])
+    for idle, part in ((blind, (0, 1)), (unused, (where[0], sizes[0]))):
         for mX in results:
             fill_zeros(mX, where, idle, part, 512)
 

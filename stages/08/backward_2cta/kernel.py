@@ -229,11 +229,10 @@ def blank(results, sizes, lengths, window):
     rows = sequence(lengths, where[2], sizes[2], sizes[3])
     unit = config.CTAS * config.TILE
     tiles = visited_queries(where[0] * unit, unit, (rows[1], rows[3]), window)
-    block, blocks = where[0] * config.CTAS + rank, sizes[0] * config.CTAS
-    blind = blind_rows(block * config.TILE, config.TILE, rows[2], rows[3], tiles)
-    behind, outside = unused_rows(lengths[1], rows[2], rows[3], sizes[3], where[2], sizes[4])
-    cta, ctas = where[2] * blocks + block, sizes[4] * blocks  # of this head
-    for idle, part in ((blind, (0, 1)), (behind, (block, blocks)), (outside, (cta, ctas))):
+    cta = where[0] * config.CTAS + rank
+    blind = blind_rows(cta * config.TILE, config.TILE, rows[2], rows[3], tiles)
+    unused = unused_rows(lengths[1], rows[2], rows[3], sizes[3], where[2], sizes[4])
+    for idle, part in ((blind, (0, 1)), (unused, (cta, config.CTAS * sizes[0]))):
         for mX in results:
             fill_zeros(mX, where, idle, part, 512)
 

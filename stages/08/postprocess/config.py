@@ -31,8 +31,8 @@ def plan(head_dim: int) -> Plan:
 DECLARED = {
     head_dim: {
         "registers": ("<=", 64),
-        "ld_global": head_dim // 4 + 6,  # 16 bytes of the sum; six of the lengths
-        "st_global": head_dim // 8 + 2,  # 16 bytes of dQ; the zeros, in two loops
+        "ld_global": head_dim // 4 + 4,  # 16 bytes of the sum; four of the lengths
+        "st_global": head_dim // 8 + 1,  # 16 bytes of dQ; the zeros, in a loop
         "mma_sass": 0,
     }
     for head_dim in (64, 128)

@@ -62,10 +62,8 @@ def postprocess_kernel(
         for mX in (mdQ_accum, mdQ)
     ]  # (rows, d)
     scale_rows(gdQ_accum, gdQ, softmax_scale, len_q - first, tidx)
-    behind, outside = unused_rows(of_q[0], begin, len_q, Int32(mdQ.shape[1]), batch, entries)
-    cta, ctas = batch * num_m_blocks + m_block, entries * num_m_blocks  # of this head
-    for unused, part in ((behind, (m_block, num_m_blocks)), (outside, (cta, ctas))):
-        fill_zeros(mdQ, (m_block, head, batch), unused, part, config.THREADS)
+    unused = unused_rows(of_q[0], begin, len_q, Int32(mdQ.shape[1]), batch, entries)
+    fill_zeros(mdQ, (m_block, head, batch), unused, (m_block, num_m_blocks), config.THREADS)
 
 
 @cute.jit
