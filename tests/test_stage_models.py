@@ -293,7 +293,12 @@ def test_pages_03_and_04_take_the_chain_apart():
     third, fourth = (" ".join((load(n).folder / "README.md").read_text().split()) for n in (3, 4))
     row = lambda cycles: "".join(f"| {cycle:.0f} " for cycle in (*cycles, sum(cycles))) + "|"
     assert row(_chain(3)) in third and sum(_chain(3)) == pytest.approx(2 * _cycles(3, 128))
+    *_, qk, seen = _chain(3)
+    assert f"{qk - 512:.0f} in QK, which shares" in third and f"and {seen:.0f} until" in third
     assert row(_chain(4)) in fourth and _chain(3)[1] == pytest.approx(512) and _chain(4)[1] > 512
+    links = "softmax {:.0f}, PV and waiting {:.0f}, QK {:.0f}, until the softmax sees S {:.0f}"
+    late = f"K comes {_chain(4)[1] - 512:.0f} cycles after PV is done"
+    assert links.format(*_chain(4)) in fourth and late in fourth
     total = 2 * _cycles(4, 128)
     assert sum(_chain(4)) == pytest.approx(total)
     share = TENSOR_CYCLES / _cycles(4, 128)
@@ -455,8 +460,8 @@ def test_page_05_says_what_a_fourth_slot_would_bring(monkeypatch):
 
 def test_page_02_says_what_a_key_tile_waits_for():
     """In the steady state, at tile 4: loads, both products with their latency, the softmax."""
-    spans = [s for s in _run(2, 128, 8, 128).trace if s.engine == "barrier" and s.tile == 4]
-    found = {span.op: span for span in spans}
+    spans = [s for s in _run(2, 128, 8, 128).trace if s.tile == 4]
+    found = {span.op: span for span in spans if span.engine == "barrier"}
     loads, scores, output = (found[name] for name in ("kv_full[0]", "s_full", "o_full"))
     cycles = [span.end - span.start for span in (loads, scores, output)]
     cycles.insert(2, output.start - scores.end)
@@ -465,7 +470,11 @@ def test_page_02_says_what_a_key_tile_waits_for():
     parts = cycles[0], cycles[1] - TENSOR_CYCLES / 2, cycles[3] - TENSOR_CYCLES / 2
     told = "hand-overs cost {:.0f} cycles (D: {:.0f} + {:.0f} + {:.0f}), not 2000"
     assert told.format(sum(parts), *parts) in page
-    assert f"{B200['tma_latency']:.0f} of them are the latency which the model assumes" in page
+    moves = [span for span in spans if (span.engine, span.op) == ("gmem", "load sKV[0]")]
+    moving, rate = moves[-1].end - moves[0].start, B200["gmem"]
+    latency = f"Of the {cycles[0]:.0f}, {B200['tma_latency']:.0f} are the latency of a TMA load"
+    assert latency in page and f"stage 01's {B200['gmem_latency']:.0f} are an ordinary" in page
+    assert f"{moving:.0f} the transfer of K beside V (D: {rate:.0f} bytes a cycle)" in page
     predicted = int(re.search(r"QK 512 cycles, softmax (\d+), PV 512", page)[1])
     assert f"softmax is {predicted - cycles[2]:.0f} shorter than predicted" in page
 
