@@ -79,7 +79,7 @@ WIDE = (
     ("stages/05/", ".fl-timeline", "timeline: 512 queries and keys, head dim 64"),
     ("stages/05/", ".fl-diff .highlight", "changed lines: mma.py · stage 04 → 05"),
     ("stages/05/", ".fl-code .highlight", "source: stages/05/softmax.py · exp2_emulated"),
-    ("stages/01/", ".md-typeset__scrollwrap", "table: barriers · head dim 128"),
+    ("static/", ".md-typeset__scrollwrap", "table: forward kernels"),
     ("reference/", ".fl-api .highlight", "signature: flash_ladder.common.op.flash_attn_func"),
 )
 
