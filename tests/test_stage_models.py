@@ -476,23 +476,34 @@ def test_page_02_says_what_a_key_tile_waits_for():
 
 def test_page_06_says_what_leaving_o_alone_is_worth():
     """In the page's timelines: waits for o_rescaled0, the start of PV and S, and the end."""
-    waits, starts, ends = {}, {}, set()
+    waits, around, starts, ends = {}, {}, {}, set()
     for number in (5, 6):
         run = derived.small_run(load(number), B200, 128, 512)
         spans = [s for s in run.trace if s.op == "o_rescaled0" and s.engine == "barrier"]
         waits[number] = [round(s.end - s.start) for s in spans]
+        mma = [s for s in run.trace if s.role == "MMA" and s.engine == "barrier"]
+        at = [i for i, s in enumerate(mma) if s.op == "o_rescaled0"][1]
+        assert [s.op[:7] for s in mma[at - 1 : at + 3 : 2]] == ["p_full0", "p_rest0"]
+        around[number] = [mma[i].end - mma[i].start for i in (at - 1, at + 1, at + 2)]
         for op in ("O0", "S0"):
             found = [round(s.start) for s in run.trace if s.op == op and s.engine == "tensor"]
             starts[number, op] = found[:: len(found) // 4]
         ends.add(run.cta_cycles)
+    more = [round(b - a) for a, b in zip(around[5], around[6])]
     page = " ".join((load(6).folder / "README.md").read_text(encoding="utf-8").split())
     assert waits == {5: [0, 173, 173, 173], 6: [0, 0, 0, 173]} and len(ends) == 1
-    assert "MMA waited 173 cycles a round for `o_rescaled0` in stage 05" in page
-    assert "MMA waits up to 173 cycles for it, and that much less for K (D)" in " ".join(
-        (load(5).folder / "README.md").read_text(encoding="utf-8").split()
+    told = (
+        "MMA no longer waits 173 cycles a round for `o_rescaled0`, and {} less for `p_full0`, but"
+    )
+    assert f"{told} {{}} more for `p_rest0` and K (D)".format(-more[0], more[1] + more[2]) in page
+    assert (
+        "MMA waits up to 173 cycles for it, and that much less for `p_rest` and K (D)"
+        in " ".join((load(5).folder / "README.md").read_text(encoding="utf-8").split())
     )
     sooner = [x - y for x, y in zip(starts[5, "O0"], starts[6, "O0"])]
-    assert sooner == [0, 190, 190, 0] and "starts 190 cycles earlier (D), the next S does" in page
+    told = f"starts 190 cycles earlier (D: at {starts[6, 'O0'][1]}, not {starts[5, 'O0'][1]}), the"
+    last = f"{starts[6, 'S0'][2]:,}".replace(",", " ")
+    assert sooner == [0, 190, 190, 0] and f"{told} next S at {last} in both." in page
     assert starts[5, "S0"] == starts[6, "S0"]
 
 
