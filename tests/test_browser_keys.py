@@ -75,7 +75,7 @@ RING = """
 })()
 """  # the ring around what has the focus is broad, not cut off, and unlike the page in brightness
 WIDE = (
-    ("stages/06/", ".fl-roles", "graph of the roles, scrolls sideways"),
+    ("stages/03/", ".fl-roles", "graph of the roles, scrolls sideways"),
     ("stages/05/", ".fl-timeline", "timeline: 512 queries and keys, head dim 64"),
     ("stages/05/", ".fl-diff .highlight", "changed lines: mma.py · stage 04 → 05"),
     ("stages/05/", ".fl-code .highlight", "source: stages/05/softmax.py · exp2_emulated"),
