@@ -461,6 +461,12 @@ RESULT_HEADINGS = [
 ]
 
 
+def _code_of(run: dict) -> str:
+    """Which code a run executed, as HTML: native or rewritten, and its target."""
+    mode, target = MODES.get(run.get("mode"), "unknown"), run.get("target", "-")
+    return html.escape(mode if target in mode else f"{mode}, {target}")
+
+
 def _kernel_row(run: dict, kernel: dict) -> list[str]:
     """Cells under RESULT_HEADINGS; what was not recorded is a dash."""
 
@@ -473,11 +479,10 @@ def _kernel_row(run: dict, kernel: dict) -> list[str]:
     base = worst.get("baseline", worst.get("baseline_max_abs"))
     ratio = worst.get("ratio", own / base if own is not None and base else None)
     compared = [str(worst[name]) for name in ("generator", "case", "metric") if name in worst]
-    mode, target = MODES.get(run.get("mode"), "unknown"), run.get("target", "-")
     return [
         html.escape(run.get("date", "-")),
         html.escape(run.get("gpu", "-")),
-        html.escape(mode if target in mode else f"{mode}, {target}"),
+        _code_of(run),
         html_code(kernel.get("key", "-")),
         marked(kernel.get("registers"), "M", _compiler_of(run)),
         marked(kernel.get("cases"), "M", source),
@@ -497,7 +502,7 @@ def _tests_line(run: dict) -> str:
         return ""
     measured = mark("M", _source_of(run))
     counts = ", ".join(
-        f"{tests[name]} {measured} {name}"
+        f"{tests[name]} {name} {measured}"
         for name in ("passed", "failed", "skipped")
         if name in tests
     )
@@ -509,8 +514,9 @@ def _timing_lines(run: dict) -> list[str]:
     """A sentence for each timed shape of a native run."""
     measured = mark("M", _source_of(run))
     return [
-        f"<p>Time on {html.escape(run.get('gpu', 'unknown GPU'))}, {html.escape(row['shape'])}: "
-        f"{_figure(row['ms'])} ms ({_figure(row['ms_min'])} to {_figure(row['ms_max'])}), "
+        f"<p>Time on {html.escape(run.get('gpu', 'unknown GPU'))} ({_code_of(run)}), "
+        f"{html.escape(row['shape'])}: {_figure(row['ms'])} ms "
+        f"({_figure(row['ms_min'])} to {_figure(row['ms_max'])}), "
         f"{_figure(row['tflops'])} TFLOP/s {measured}; {html.escape(row['how'])}.</p>"
         for row in run.get("timings", [])
     ]

@@ -227,6 +227,17 @@ def test_the_pages_reconcile_the_roofline(ladder):
     assert f"{ours:.0f} and 2688 of 3328" in PAIR_TEXT and f"{3328 / ours:.2f}" == "1.30"
 
 
+def test_the_pairs_table_shows_what_is_counted_here():
+    """Beside the paper's three passes of the copy: two, in KiB and cycles, and their sums."""
+    found = {
+        name: [int(re.fullmatch(r"\d+ \(here (\d+)\)", cell)[1]) for cell in _row(PAIR, name)[2:]]
+        for name in ("half of dS goes to the peer", "together")
+    }
+    copy, port = _port(PAIR, 128)["RELAY copy sdX"], _numbers(PAIR, "at the port, as derived")[0]
+    for name, cycles in zip(found, (copy, port)):
+        assert found[name] == pytest.approx([cycles * B200["smem"] / 1024, cycles])
+
+
 def test_what_a_pair_without_the_swap_would_need():
     """The answer to a question: of the paper's counts, but for the passes of the copy."""
     one, pair = roofline.backward().smem_parts, roofline.backward(pair=True).smem_parts
@@ -317,7 +328,10 @@ def test_who_has_what():
     assert one.Q_STAGES == {64: 2, 128: 2} and "as Q has two slots" in TEXT
     assert one.DO_STAGES == {64: 2, 128: 1} and "whose slot dV(s) has freed" in TEXT
     pair_p1 = pair.TMEM_P[1] == one.TMEM_P[1] and pair.TMEM_DQ == one.TMEM_P[0] + one.HALF // 2
-    assert pair_p1 and "P lies in S, at both ends, as a pair's dQ goes between" in TEXT
+    told = "P lies in S, in columns {} to {} and {} to {}, as a pair's dQ goes between"
+    ends = [column + at for column in one.TMEM_P for at in (0, one.HALF // 2 - 1)]
+    assert pair_p1 and told.format(*ends) in TEXT
+    assert f"to shared memory, in slices of {one.SLICE} columns" in TEXT
     for config, text in ((one, TEXT), (pair, PAIR_TEXT)):
         limit = config.DECLARED[128]["slots_per_element"][1]
         assert "needs fewer than 5.5 [issue slots]" in text and limit <= 5.5
@@ -343,8 +357,11 @@ def test_the_second_cta_without_keys_still_adds_its_half_of_dq(monkeypatch):
     truth = reference.attention_backward(problem.q, problem.k, problem.v, problem.dout)
     dq, exact = (x.double()[0, :, 0].unflatten(0, (2, 2, 64))[:, 1] for x in (run.dq, truth.dq))
     assert (dq - exact).norm() < 0.01 * exact.norm()
-    told = "has zeros for K, V, LSE and D: its P is 1, its dS 0. Its halves of Q and dO are real, "
-    assert f"{told}and it adds its half of dQ; of its dV and dK nothing is stored." in PAIR_TEXT
+    told = (
+        "has zeros for K, V, LSE and D: its P is 1, which only its dV uses, its dS 0. Its halves "
+        "of Q and dO are real, and it adds its half of dQ; of its dV and dK nothing is stored."
+    )
+    assert told in PAIR_TEXT
 
 
 def test_a_second_slot_for_do_has_no_room():
@@ -451,7 +468,9 @@ def test_what_the_page_says_of_one_cta():
     assert f"busy for {port:.0f} of {one:.0f} cycles at head dim 128" in TEXT
     cycles = (roofline.backward().mma, one), (roofline.backward(head_dim=64).mma, _step(ONE, 64))
     at = [f"{mma / step * 100:.0f} % (D: {mma:.0f} / {step:.0f})" for mma, step in cycles]
-    assert f"the tensor core for {at[0]}, at 64 for {at[1]}: within (i), 77 % at both" in TEXT
+    assert f"the tensor core for {at[0]}, at 64 for {at[1]}: in the model (i) holds, and" in TEXT
+    assert "holds, and 77 % bounds 64 too (D: 1280 / 1664)." in TEXT
+    assert all(mma / step < 0.77 for mma, step in cycles)
     assert all(
         f"{roofline.backward(**sizes).tensor_ceiling:.0%}" == "77%"
         for sizes in ({}, {"tile_n": 256, "head_dim": 64})
@@ -498,7 +517,8 @@ def test_what_the_page_says_of_other_figures():
     copy, added = "dsmem=128", f"reduce={2 * B200['reduce']:g}"
     factors = [_step(ONE, 128, each) / _step(PAIR, 128, each) for each in (added, copy)]
     told = "With dQ added twice as fast it is {:.2f}, with a copy to the peer at 128 bytes a cycle"
-    rest = f"instead of {B200['dsmem']:.0f} it is {factors[1]:.2f}: the copy takes the port when"
+    rest = f"instead of {B200['dsmem']:.0f} (Q: SemiAnalysis, second-hand) it is {factors[1]:.2f}:"
+    rest += " the copy takes the port when"
     assert f"{told.format(factors[0])} {rest}" in PAIR_TEXT
     assert f"(`--set {added}`, `--set {copy}`)" in PAIR_TEXT
     usual, fast = (_products(*settings)["S", 6] for settings in ((), (copy,)))
@@ -554,8 +574,8 @@ def test_what_emulation_costs_gradients():
     worst = max(
         exp2_output.worst(rows, dtype, 3, n)[1] for dtype in ("bf16", "fp16") for n in shares
     )
-    told = f"of the forward cost at most {100 * worst - 100:.1f} % more error of gradients"
-    assert f"{told} (D: up to {shares[-1]} of 128)" in TEXT
+    told = f"If the forward [emulates][exp2] up to {shares[-1]} of 128 exponentials, the error of"
+    assert f"{told} gradients grows by at most {100 * worst - 100:.1f} % (D)." in TEXT
     assert all(2 * sum(pairs) <= shares[-1] for pairs in load(7).config.EMULATED.values())
 
 

@@ -75,11 +75,11 @@ RING = """
 })()
 """  # the ring around what has the focus is broad, not cut off, and unlike the page in brightness
 WIDE = (
-    ("stages/06/", ".fl-roles", "graph of the roles, scrolls sideways"),
+    ("stages/03/", ".fl-roles", "graph of the roles, scrolls sideways"),
     ("stages/05/", ".fl-timeline", "timeline: 512 queries and keys, head dim 64"),
     ("stages/05/", ".fl-diff .highlight", "changed lines: mma.py · stage 04 → 05"),
     ("stages/05/", ".fl-code .highlight", "source: stages/05/softmax.py · exp2_emulated"),
-    ("stages/01/", ".md-typeset__scrollwrap", "table: barriers · head dim 128"),
+    ("static/", ".md-typeset__scrollwrap", "table: forward kernels"),
     ("reference/", ".fl-api .highlight", "signature: flash_ladder.common.op.flash_attn_func"),
 )
 

@@ -368,7 +368,7 @@ def test_results_mark_every_number(pair):
         assert f"<td>{number} {measured}</td>" in page
     assert re.search(r"<td>0\.5 <abbr [^>]*>D</abbr></td>", page)  # own error / torch's
     assert re.search(r"<td>0\.005 <abbr [^>]*>D</abbr></td>", page) and "llm_like, max_abs" in page
-    assert f"12 {measured} passed, 0 {measured} failed, 3 {measured} skipped" in page
+    assert f"12 passed {measured}, 0 failed {measured}, 3 skipped {measured}" in page
     assert "rewritten from sm_100a, sm_90a" in page and "a &lt;note&gt;" in page
     assert "nearest to its limit, 2 · torch's error + floor" in text_of(page)
 
@@ -383,6 +383,7 @@ def test_results_tell_of_logs_and_mutation():
     assert "by lint (one may be noticed by several)" in text_of(page)
     first = fence('results stage="01"')
     assert "Executed log" not in first
+    assert "Time on NVIDIA H200 (native, sm_90a), b4 s4096" in first
     assert "<td>rewritten from sm_100a</td>" in first and "<td>native, sm_90a</td>" in first
 
 

@@ -113,6 +113,9 @@ def test_page_05_says_where_its_prediction_fails(dsl):
     told = "In fp16 three quarters take {:.0f}, for `sm_103a` {:.0f}, beyond the bound of"
     told = f"{told.format(*late)} {BOUNDS[128]['p_first']} (D)"
     assert min(late) > BOUNDS[128]["p_first"] and told in text
+    rounds = [512 + time + 512 for time in late]  # S, three quarters of P, PV
+    told = f"(with {late[0]:.0f} it is {rounds[0]:.0f}, with {late[1]:.0f} {rounds[1]:.0f}: beyond)"
+    assert min(rounds) > 2048 and told in text
     assert "Prediction (i) holds only in bf16 on `sm_100a`:" in text
 
 
@@ -153,16 +156,18 @@ def test_page_05_says_what_an_emulated_exponential_costs(dsl):
         high, low = max(a, b), min(a, b)
         assert f"({high:.0f} − {low:.0f}) / {n}" in text, name
     mufu, slots, fma = (abs(a - b) / n for a, b in named.values())
-    told = (
-        "takes {:.0f} cycles from the MUFU. It adds {:.1f} issue slots and {:.0f} cycles of the FMA"
-    )
+    told = "spares the MUFU {:.0f} cycles. It adds {:.1f} issue slots and {:.0f} cycles of the FMA"
     assert told.format(mufu, slots, fma) in text
     a, b = (model.slots_per_element for model in (before, after))
     assert named["issue"] == [128 * a, 128 * b] and f"({b:.2f} and {a:.2f} a score, times" in text
     issue = before.cycles["issue_all_max"]
     issue_64 = compiled(4, 64).model.cycles["issue_all_max"]
-    told = f"Without emulation a tile has {issue} issue slots, {issue_64} at head dim 64,"
-    assert told in text
+    pipe = before.cycles["softmax_fma"] + 128  # CORRECTION multiplies 128 columns of O
+    told = (
+        f"Without emulation a tile has {issue} issue slots and {pipe:.0f} cycles of the FMA pipe,"
+    )
+    assert f"{told} correction included (D)." in text
+    assert f"At head dim 64 the {issue} slots are {issue_64}." in text
     level, level_64 = (
         round((named["mufu"][0] - total) / (mufu + round(slots, 1))) for total in (issue, issue_64)
     )
@@ -176,8 +181,9 @@ def test_page_05_says_what_the_replay_leaves_of_the_gain(dsl):
     """Head dim 64: two warps replayed need more than the model's cycles of a tile."""
     tile = [derived.steady_cycles(load(number), B200, 64) / 2 for number in (4, 5)]
     two = compiled(5, 64).model.replay_two_warps
-    told = f"If the replay of two warps is right, {two:.0f}, it is at most"
-    assert tile[1] < two and f"{told} {100 * (tile[0] / two - 1):.0f} % (D)" in _page_05()
+    told = f"In the replay, where two warps share a sub-partition, it takes {two:.0f}; if that is"
+    told += f" right, it is at most {100 * (tile[0] / two - 1):.0f} % faster (D)"
+    assert tile[1] < two and told in _page_05()
 
 
 def test_page_05_says_when_o_is_rescaled(dsl):
