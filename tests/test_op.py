@@ -915,24 +915,17 @@ def test_the_page_shows_the_measured_overhead():
         numbers = [f"{cells[column]} (M)" for column in ("flash_ladder", "flash-attn-4")]
         numbers.append(f"{cells['autograd alone']} (M)" if "backward" in name else "")
         assert f"| {name} | {' | '.join(numbers)} |".replace("|  |", "| |") in PAGE
-    ratio = {name: cells["flash_ladder"] / cells["flash-attn-4"] for name, cells in rows.items()}
-    dense, rest = (
-        ("b2 sq2048 h16 d128", "b1 sq128 h8 d64"),
-        ("b2 sq2048 h16/4 d128", "n8 sq4096 h16 d128"),
-    )
-    assert "A forward of a batch costs a third of flash-attn-4's or less; with its" in TEXT
-    assert all(0.25 < ratio[f"{name}, forward"] < 0.345 for name in dense)
-    trained = [ratio[f"{name}, forward and backward"] for name in (*dense, *rest)]
-    assert "with its backward, a tenth less" in TEXT and "a quarter and two fifths." in TEXT
-    for value, told in zip(trained, (0.9, 0.9, 1.25, 1.4)):
-        assert abs(value - told) < 0.04
-    assert all(ratio[f"{name}, forward"] < 0.9 for name in rest)
-    alone = [
-        cells["autograd alone"] / cells["flash-attn-4"]
-        for cells in rows.values()
-        if "autograd alone" in cells
-    ]
-    assert "of which autograd alone is two fifths" in TEXT and all(0.3 < x < 0.45 for x in alone)
+    ratios = {True: [], False: []}  # with a backward or not
+    for name, cells in rows.items():
+        ratios["backward" in name].append(cells["flash_ladder"] / cells["flash-attn-4"])
+    told = {
+        trained: f"{min(found):.2f} to {max(found):.2f} of" for trained, found in ratios.items()
+    }
+    assert f"A forward costs {told[False]} flash-attn-4's" in TEXT and max(ratios[False]) <= 0.5
+    assert f"With its backward, a call costs {told[True]} theirs." in TEXT
+    alone = [row["autograd alone"] / row["flash-attn-4"] for row in rows.values() if len(row) > 2]
+    assert "Autograd alone is a third of theirs" in TEXT
+    assert sum(alone) / len(alone) == pytest.approx(1 / 3, abs=0.04)
 
 
 # ---- the package ---------------------------------------------------------------------------
