@@ -2,6 +2,7 @@
 """What the tests of executed logs share: the recorded ones of `data/logs`, and small made-up ones.
 
 A recorded log is named as in `index.json`, which says of which problem and of which PTX it is.
+Where today's PTX is another, with the same protocol, the executed one lies beside the logs.
 """
 
 import functools
@@ -22,6 +23,7 @@ from flash_ladder.common.hopper.log import NO_WORD, OTHERS, SHARED, UNITS, Event
 from flash_ladder.common.hopper.steps import steps
 from flash_ladder.common.inputs import Problem
 from flash_ladder.common.plan import THREADS_PER_WARP, Plan
+from flash_ladder.common.ptx import ptx_hash
 from flash_ladder.common.stage import KernelSource
 
 FOLDER = pathlib.Path(__file__).with_name("data") / "logs"
@@ -98,6 +100,18 @@ def notes_of(name: str):
 
 
 def ptx_of(tag: str, head_dim: int = HEAD_DIM) -> str:
+    """The PTX that the logs of a kernel were recorded from; skips where nothing can be compiled."""
+    todays = todays_ptx_of(tag, head_dim)
+    rows = (INDEX[name] for name in NAMES if source_of(name).tag == tag)
+    digest = next(row["ptx_sha256"] for row in rows if row["head_dim"] == head_dim)
+    if ptx_hash(todays) == digest:
+        return todays
+    executed = FOLDER / f"{digest[:16]}.ptx.xz"
+    assert executed.is_file(), f"neither today's code nor {executed.name} is what {tag} ran as"
+    return lzma.decompress(executed.read_bytes()).decode()
+
+
+def todays_ptx_of(tag: str, head_dim: int = HEAD_DIM) -> str:
     """Today's PTX of the kernel that the logs are of; skips where nothing can be compiled."""
     reason = contract.compile_skip_reason()
     if reason:

@@ -15,7 +15,7 @@ from flash_ladder.common.ptx import read
 from flash_ladder.common.sass import MissingTool, find_tool
 from flash_ladder.common.stage import Stage
 
-from tests.recorded_logs import CODES, ptx_of
+from tests.recorded_logs import CODES, todays_ptx_of
 
 HEAD = """.version 8.8
 .target sm_100a
@@ -640,7 +640,7 @@ def test_the_log_is_found_once_on_entry(tmp_path):
 
 @pytest.mark.parametrize("tag", CODES)
 def test_stages_are_rewritten_with_the_log(tag, tmp_path):
-    ptx = ptx_of(tag)
+    ptx = todays_ptx_of(tag)
     text = rewrite(ptx, declarations(log=True), log=True)
     assert [int(line) for _, line, _ in SKIPS.findall(text)] == [s.line for s in sites(ptx)]
     assert not re.search("fl_log|%fl_skip", rewrite(ptx, declarations()))
