@@ -545,7 +545,8 @@ def test_the_pairs_tensor_core_never_idles_but_waits_for_operands():
     assert all(a[1] == pytest.approx(b[0]) for a, b in itertools.pairwise(spans))
     took = sorted(end - start for start, end in spans[:-1])
     assert sum(took) == pytest.approx(_step(PAIR, 128))
-    assert f"take {took[0]:.0f} to {took[-1]:.0f} cycles each instead of 512 (D)" in PAIR_TEXT
+    told = f"it takes {took[0]:.0f} to {took[-1]:.0f} cycles instead of 512 (D)"
+    assert f"always has a product to do, but operands slow each down: {told}" in PAIR_TEXT
     port, step = sum(_port(PAIR, 128).values()), _step(PAIR, 128)
     assert f"The port is busy for {port:.0f} of {step:.0f} cycles (D), and binds" in PAIR_TEXT
     mma = roofline.backward().mma

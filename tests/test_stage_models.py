@@ -399,7 +399,7 @@ def test_page_05_says_how_long_mma_waits_for_k_in_stage_04():
     page = " ".join((load(5).folder / "README.md").read_text(encoding="utf-8").split())
     assert f"MMA waits {k} of {round_:.0f} cycles for the next K (D)" in page
     assert round_ == pytest.approx(2 * _cycles(4, 128), abs=1)
-    told = f"Of the {k} of {round_:.0f} cycles, a round of both query tiles, PV takes"
+    told = f"Of the {k} cycles between P and the next QK, in a round of {round_:.0f}, PV takes"
     assert f"{told} {TENSOR_CYCLES / 2:.0f}." in page
 
 
@@ -478,7 +478,8 @@ def test_page_02_says_what_a_key_tile_waits_for():
     moving, rate = moves[-1].end - moves[0].start, B200["gmem"]
     latency = f"Of the {cycles[0]:.0f}, {B200['tma_latency']:.0f} are the latency of a TMA load"
     assert latency in page and f"stage 01's {B200['gmem_latency']:.0f} are an ordinary" in page
-    assert f"{moving:.0f} the transfer of K beside V (D: {rate:.0f} bytes a cycle)" in page
+    told = f"{moving:.0f} the transfer of K beside V (D: the model's {rate:.0f} bytes a cycle, for both)"
+    assert told in page
     predicted = int(re.search(r"QK 512 cycles, softmax (\d+), PV 512", page)[1])
     assert f"softmax is {predicted - cycles[2]:.0f} shorter than predicted" in page
 
