@@ -550,7 +550,7 @@ def test_the_pairs_tensor_core_never_idles_but_waits_for_operands():
     port, step = sum(_port(PAIR, 128).values()), _step(PAIR, 128)
     assert f"The port is busy for {port:.0f} of {step:.0f} cycles (D), and binds" in PAIR_TEXT
     mma = roofline.backward().mma
-    told = f"at {100 * mma / step:.0f} % of peak (D: {mma:.0f} / {step:.0f}), never idles"
+    told = f"at {100 * mma / step:.0f} % of peak (D: {mma:.0f} / {step:.0f}), always has"
     assert f"the tensor core, {told}" in PAIR_TEXT
 
 

@@ -478,7 +478,7 @@ def test_page_02_says_what_a_key_tile_waits_for():
     moving, rate = moves[-1].end - moves[0].start, B200["gmem"]
     latency = f"Of the {cycles[0]:.0f}, {B200['tma_latency']:.0f} are the latency of a TMA load"
     assert latency in page and f"stage 01's {B200['gmem_latency']:.0f} are an ordinary" in page
-    told = f"{moving:.0f} the transfer of K beside V (D: the model's {rate:.0f} bytes a cycle, for both)"
+    told = f"{moving:.0f} the transfer of K beside V (D: the model's {rate:.0f} bytes a cycle,"
     assert told in page
     predicted = int(re.search(r"QK 512 cycles, softmax (\d+), PV 512", page)[1])
     assert f"softmax is {predicted - cycles[2]:.0f} shorter than predicted" in page
